@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How each rank of an engine holds the model."""
+    """Options for how each rank of an engine holds the model."""
 
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     device: torch.device
     max_context: int  # tokens
     quantization: Quantization = "auto"
     kv_dtype: torch.dtype | None = None  # of the cache; None: that of activations
-    redundant_experts: int = 0  # a layer, for whose copies the rank has slots
-    context_parallel: bool = False  # of latents it has its part of each block's tokens
+    spare_experts: int = 0  # slots of the rank, in each layer, for copies of other ranks' experts
+    shares_contexts: bool = False  # the rank caches its part of each block's tokens
 
 
 class Linear(Protocol):
@@ -39,10 +39,10 @@ class Linear(Protocol):
     def out_features(self) -> int: ...
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x [T, in] -> [T, out], in x's dtype unless told otherwise."""
+        """x [T, in] -> [T, out], in x's dtype unless `out_dtype` is given."""
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Backend.embed, with these weights as the table: for an embedding that shares them with the LM head."""
+        """Look up rows as Backend.embed does, with these weights as the table: for an embedding tied to the LM head."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class RowNorms:
 
 @dataclass(frozen=True)
 class KVScales:
-    """What a layer's keys and values are divided by before they are rounded to a cache in FP8, and multiplied by where
-    they are read. 1 for any other cache."""
+    """Divisors of a layer's keys and values before they are rounded to an FP8 cache, and factors when they are loaded.
+    1 for any other cache."""
 
     key: float = 1.0
     value: float = 1.0
@@ -82,7 +82,7 @@ AS_THEY_ARE = KVScales()
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """What becomes of a query's scores with its context's keys before they weigh the values."""
+    """Terms of a layer's attention: how a query's scores become weights of its context's values."""
 
     scale: float
     window: int = 0  # the last positions that a query attends to, its own included; 0: all
@@ -92,14 +92,14 @@ class AttentionForm:
 
     @property
     def cached_scale(self) -> float:
-        """Of the scores of keys as they lie in the cache."""
+        """Scale of the scores of keys as they lie in the cache."""
         return self.scale * self.kv_scales.key
 
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """What a layer's heads make of latents (model/config.py's LatentSizes): R of a latent, P that turn, N and V of a
-    head's key and value."""
+    """Weights that turn latents into a layer's heads (model/config.py's LatentSizes). R is the size of a latent, P the
+    rotated part, N and V the sizes of a head's key and value."""
 
     keys: Tensor  # [H, N, R]
     values: Tensor  # [H, R, V]
@@ -126,8 +126,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class ExpertPlaces:
-    """Which ranks hold each of a layer's experts, where they may hold copies. Row r of a step takes, of n holders of an
-    expert, the one with number r mod n: each rank knows its part alone. Steps read both tables as they run."""
+    """Ranks that hold each of a layer's experts, copies included. Row r of a step takes, of an expert's n holders,
+    number r mod n, so each rank knows its part alone. Steps load both tables as they run."""
 
     slots: Tensor  # int32 [experts, 1 + ranks], on the device: n, then each holder's slot, if that is this rank
     holders: Tensor  # int64 [experts, 1 + ranks], on the host: n, then the holders
@@ -136,7 +136,7 @@ class ExpertPlaces:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """Of a layer's experts, those of this rank, or its part of each, one below the other; inputs are in order."""
+    """Weights of this rank's experts of a layer, or of its part of each, stacked; inputs are in order."""
 
     number: int
     gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up
@@ -149,7 +149,7 @@ class ExpertWeights:
 
     @property
     def layer_number(self) -> int:
-        """How many experts the layer has."""
+        """Number of experts of the layer, on all ranks together."""
         return self.number if self.of_layer is None else self.of_layer
 
     def of_each(self, which: Literal["gate_up", "down"]) -> "Iterator[tuple[Tensor | QuantizedWeight, Tensor | None]]":
@@ -177,7 +177,7 @@ class Experts(Protocol):
         """
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """All that one of its slots holds, as contiguous tensors in memory: the same shapes for each slot."""
+        """Return the memory of one slot as contiguous tensors: the same shapes for each slot."""
 
 
 class Backend(Protocol):
@@ -196,7 +196,7 @@ class Backend(Protocol):
         """
 
     def embed(self, token_ids: Tensor, table: "Tensor | Linear", first: int, dtype: torch.dtype) -> Tensor:
-        """Rows of a table whose first row is token `first`'s; zeros for tokens outside of it (another rank's).
+        """Return rows of a table whose first row is token `first`'s; zeros for tokens of other ranks.
 
         token_ids int64 [T]; table [rows, hidden]. Returns `dtype` [T, hidden].
         """
@@ -261,7 +261,7 @@ class Backend(Protocol):
         given has this rank's tokens of each block, and layouts say which these are; all ranks call it together."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        """What `gate_up` makes of x, [T, 2 I], gate first -> activation(gate) * up, [T, I]."""
+        """Return activation(gate) * up, [T, I], of the products [T, 2 I] of x and `gate_up`, gate first."""
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
         """Return `down` of what `gated` makes of x."""
@@ -269,7 +269,7 @@ class Backend(Protocol):
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
     ) -> Experts:
-        """As `make_linear`, of all experts of a layer."""
+        """Pack all experts of a layer as `make_linear` does one weight."""
 
     def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
         """The experts for a router's logits, fp32 [T, experts]. `correction` fp32 [experts] is added to the scores by

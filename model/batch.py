@@ -16,7 +16,8 @@ from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the tokens of a step stand, for the layers of one group. Tensors are on the engine's device.
+    """Positions, slots and block tables of a step's tokens, for the layers of one group. Tensors are on the engine's
+    device.
 
     Sequences that bring exactly one token (decodes) come first, then the others (prefill chunks): so that each kind
     is one kernel call. The runner sorts the batch and puts the results back in the caller's order.
@@ -26,13 +27,13 @@ class BatchLayout:
     slots: Tensor  # int64 [T]: where its KV goes, block id * block_size + offset; negative: nowhere here
     query_starts: Tensor  # int32 [B + 1]: token range of sequence b is [query_starts[b], query_starts[b + 1])
     context_lens: Tensor  # int32 [B]: tokens of context including this step's own
-    block_tables: Tensor  # int32 [B, blocks of the longest]: 0 where there is none, which is where nobody looks
+    block_tables: Tensor  # int32 [B, blocks of the longest]: 0 where there is none; those entries are never used
     num_decodes: int  # the first `num_decodes` sequences have one token each
     max_query_len: int
     max_context_len: int
     # Where ranks share each block's tokens (protocol/kv_layout.py), int32 [B]: of the context those that this one has.
     # Slots are then of blocks of its part.
-    held_lens: Tensor | None = None
+    local_lens: Tensor | None = None
 
     @classmethod
     def of_decodes(
@@ -42,12 +43,19 @@ class BatchLayout:
         context_lens: Tensor,
         block_tables: Tensor,
         max_context_len: int,
-        held_lens: Tensor | None = None,
+        local_lens: Tensor | None = None,
     ) -> "BatchLayout":
         """The layout of sequences that bring one token each."""
         starts = torch.arange(positions.numel() + 1, dtype=torch.int32, device=positions.device)
         count = positions.numel()
-        return cls(positions, slots, starts, context_lens, block_tables, count, 1, max_context_len, held_lens)
+        return cls(positions, slots, starts, context_lens, block_tables, count, 1, max_context_len, local_lens)
+
+    @classmethod
+    def of_nothing(cls, device: torch.device, max_context_len: int = 1) -> "BatchLayout":
+        """Return the layout of one empty sequence, with which kernels are compiled; counts as a decode."""
+        nothing = torch.zeros(2, dtype=torch.int32, device=device)
+        one = nothing[:1]
+        return cls(nothing, nothing, nothing, one, one.view(1, 1), 1, 1, max_context_len, one)
 
     def of_last_tokens(self, drawing: "Drawing") -> "BatchLayout":
         """The layout of the tokens that draw alone, whose KV is in the cache: all are decodes."""
@@ -57,13 +65,13 @@ class BatchLayout:
             self.context_lens[drawing.sequences],
             self.block_tables[drawing.sequences],
             self.max_context_len,
-            None if self.held_lens is None else self.held_lens[drawing.sequences],
+            None if self.local_lens is None else self.local_lens[drawing.sequences],
         )
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Which tokens of a step are drawn after: at most one of a sequence, its last."""
+    """Tokens of a step after which a token is drawn: at most one of each sequence, its last."""
 
     rows: Tensor  # int64 [N]: ascending, of T
     sequences: Tensor  # int64 [N]: theirs
@@ -71,7 +79,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a decoder computes a step from, all on its device."""
+    """Inputs of a decoder's step, all on its device."""
 
     token_ids: Tensor  # int64 [T]
     layouts: Sequence[BatchLayout]  # of each group of layers
@@ -87,14 +95,14 @@ class StepDecoder(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the logits of all ranks together."""
+        """Width of the logits of all ranks together."""
 
     @property
     def logits_width(self) -> int:
-        """Of those of this rank, which has its part of the vocabulary: `Shard.vocabulary`."""
+        """Width of this rank's logits, which are its part of the vocabulary: `Shard.vocabulary`."""
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """This rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
+        """Return this rank's logits fp32 [N, logits_width] of the rows that draw, None where none does.
 
         `on_layer(i)` is called, in order, once layer i's KV is in the cache, on CUDA once what writes it is launched.
         """
@@ -176,20 +184,23 @@ def make_layout(steps: Sequence[SequenceStep], block_size: int, device: torch.de
     return make_layouts(steps, block_size, device, ONE_GROUP)[0]
 
 
-def held_of(positions: npt.NDArray[np.int64], block_size: int, held: range) -> npt.NDArray[np.int64]:
-    """Of so many tokens of a context, how many a rank has that holds the tokens `held` of each block."""
+def local_lengths(positions: npt.NDArray[np.int64], block_size: int, local_tokens: range) -> npt.NDArray[np.int64]:
+    """Return how many of the first `positions` tokens of a context a rank has that holds the tokens `local_tokens` of
+    each block."""
     blocks, rest = np.divmod(positions, block_size)
-    held_lens: npt.NDArray[np.int64] = blocks * len(held) + np.clip(rest - held.start, 0, len(held))
-    return held_lens
+    local_lens: npt.NDArray[np.int64] = blocks * len(local_tokens) + np.clip(
+        rest - local_tokens.start, 0, len(local_tokens)
+    )
+    return local_lens
 
 
 def slots_of(
-    blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, held: range
+    blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, local_tokens: range
 ) -> npt.NDArray[np.int64]:
-    """Where a rank that holds the tokens `held` of each block has those at `positions` of their sequences, whose blocks
-    are `blocks` [..., T]; negative where it has not."""
-    places = positions % block_size - held.start
-    return np.where((places >= 0) & (places < len(held)), blocks * len(held) + places, -1)
+    """Return the slots of tokens at `positions` of their sequences, with blocks [..., T], on a rank that holds the
+    tokens `local_tokens` of each block; negative where the rank does not hold the token."""
+    places = positions % block_size - local_tokens.start
+    return np.where((places >= 0) & (places < len(local_tokens)), blocks * len(local_tokens) + places, -1)
 
 
 def make_layouts(
@@ -197,11 +208,11 @@ def make_layouts(
     block_size: int,
     device: torch.device,
     groups: KVGroups,
-    held: range | None = None,
+    local_tokens: range | None = None,
 ) -> tuple[BatchLayout, ...]:
-    """Each group's layout of a batch whose single-token sequences come first.
+    """Return each group's layout of a batch whose single-token sequences come first.
 
-    `held` are those tokens of each block that this rank has, where there are others.
+    `local_tokens` are those tokens of each block that this rank has, where there are others.
     Raises ValueError where a token's KV has no block to go to.
     """
     lengths = np.fromiter((len(step.token_ids) for step in steps), np.int64, len(steps))
@@ -225,12 +236,12 @@ def make_layouts(
         if blocks_of.min() < 0:
             raise ValueError("a block table has no block for a token of the step")
         np.maximum(tables, 0, out=tables)
-    held_lens = None
-    if held is None:
+    local_lens = None
+    if local_tokens is None:
         slots = blocks_of * block_size + positions % block_size
     else:
-        slots = slots_of(blocks_of, positions, block_size, held)
-        held_lens = place(held_of(context_lens, block_size, held).astype(np.int32), device)
+        slots = slots_of(blocks_of, positions, block_size, local_tokens)
+        local_lens = place(local_lengths(context_lens, block_size, local_tokens).astype(np.int32), device)
 
     placed_slots, placed_tables = place(slots, device), place(tables, device)
     first = BatchLayout(
@@ -242,7 +253,7 @@ def make_layouts(
         num_decodes=int((lengths == 1).sum()),
         max_query_len=int(lengths.max()),
         max_context_len=int(context_lens.max()),
-        held_lens=held_lens,
+        local_lens=local_lens,
     )
     others = zip(placed_slots[1:], placed_tables[1:], strict=True)
     return first, *(replace(first, slots=slots_of, block_tables=tables_of) for slots_of, tables_of in others)

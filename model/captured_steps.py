@@ -5,16 +5,17 @@ recording is a Program (model/cpu/captured_steps.py), on CUDA a graph (model/cud
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, held_of, slots_of
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, local_lengths, slots_of
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
@@ -31,6 +32,35 @@ class CapturedSteps(Protocol):
         """
 
 
+class CapturedPrompts(Protocol):
+    """Whole small steps with prompts without the host's cost."""
+
+    def logits(self, steps: Sequence[SequenceStep], drawing: Sequence[int], earlier: Tensor | None) -> Tensor | None:
+        """Return logits as CapturedSteps.logits does, of the entries `drawing` of a step whose single tokens come
+        first."""
+
+
+class NothingCaptured:
+    """Implements CapturedSteps and CapturedPrompts where every step runs eagerly."""
+
+    def logits(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+NOTHING_CAPTURED = NothingCaptured()
+
+
+@dataclass(frozen=True)
+class StepReplays:
+    """The captured steps of an engine, over its decoder and cache."""
+
+    decodes: CapturedSteps = NOTHING_CAPTURED
+    prompts: CapturedPrompts = NOTHING_CAPTURED
+
+
+ALL_EAGER = StepReplays()
+
+
 class DecodeInputs:
     """The inputs of decode steps of up to `max_batch` sequences, always in the same memory of one device."""
 
@@ -41,19 +71,19 @@ class DecodeInputs:
         block_size: int,
         *,
         groups: KVGroups = ONE_GROUP,
-        held: range | None = None,
+        local_tokens: range | None = None,
         device: torch.device | None = None,
         pinned: bool = False,
     ):
-        """On the host where no device is named; `pinned` memory there is what a GPU can copy from by itself. `held` as
-        to make_layouts."""
+        """Allocate the inputs, on the host where no device is named; a GPU copies from `pinned` host memory by itself.
+        `local_tokens` as to make_layouts."""
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
         self._block_size = block_size
         self._groups = groups
-        self._held = held
+        self._local_tokens = local_tokens
         self._max_context = max_context
         # What each sequence has one of lies together, so that one copy brings all of it. Rows begin at multiples of 16
         # bytes, where kernels read faster.
@@ -70,10 +100,10 @@ class DecodeInputs:
         self.slots = longs[4:, :max_batch]
         self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
         self._written: list[tuple[Sequence[int], int]] = []  # of each row of the last batch: its table, and how far
-        self._held_lens: Tensor | None = None
-        if held is not None:
-            of_one = held_of(np.ones(1, np.int64), block_size, held)
-            self._held_lens = ints[1, :max_batch].fill_(int(of_one[0]))
+        self._local_lens: Tensor | None = None
+        if local_tokens is not None:
+            of_one = local_lengths(np.ones(1, np.int64), block_size, local_tokens)
+            self._local_lens = ints[1, :max_batch].fill_(int(of_one[0]))
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
@@ -94,12 +124,12 @@ class DecodeInputs:
             if self._groups.windowed:
                 np.maximum(tables, 0, out=tables)
         last = tables[:, np.arange(count), last_blocks]
-        if self._held is None or self._held_lens is None:
+        if self._local_tokens is None or self._local_lens is None:
             np.multiply(last, size, out=slots)
             slots += positions % size
         else:
-            slots[:] = slots_of(last.astype(np.int64), positions, size, self._held)
-            self._held_lens.numpy()[:count] = held_of(positions + 1, size, self._held)
+            slots[:] = slots_of(last.astype(np.int64), positions, size, self._local_tokens)
+            self._local_lens.numpy()[:count] = local_lengths(positions + 1, size, self._local_tokens)
 
     def _extend_tables(self, batch: Sequence[SequenceStep], lengths: Sequence[int], table: NDArray[np.int32]) -> bool:
         """Write what rows of the table lack that they had at the last call; False where that is most of it.
@@ -128,11 +158,14 @@ class DecodeInputs:
         ]
 
     def layouts(self, count: int) -> tuple[BatchLayout, ...]:
-        """Of the first `count` rows, over this object's own memory. Tables are as wide as any can get."""
+        """Return the layouts of the first `count` rows, over this object's own memory. Tables are as wide as any can
+        get."""
         positions, context_lens = self.positions[:count], self.context_lens[:count]
-        held = None if self._held_lens is None else self._held_lens[:count]
+        local_tokens = None if self._local_lens is None else self._local_lens[:count]
         return tuple(
-            BatchLayout.of_decodes(positions, slots[:count], context_lens, tables[:count], self._max_context, held)
+            BatchLayout.of_decodes(
+                positions, slots[:count], context_lens, tables[:count], self._max_context, local_tokens
+            )
             for slots, tables in zip(self.slots, self.block_tables, strict=True)
         )
 

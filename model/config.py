@@ -9,15 +9,15 @@ from typing import Literal
 from twostroke.protocol.kv_layout import KVGroups, group_layers
 
 Quantization = Literal["auto", "none", "int8", "int4"]
-"""How the projections' weights are held. auto: as the checkpoint has them."""
+"""Form in which the projections' weights are held. auto: the checkpoint's."""
 
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
-"""What keys and values are cached in. auto: the dtype of activations; the other two are e4m3, one byte a number."""
+"""Dtype of cached keys and values. auto: that of activations; the other two are e4m3, one byte a number."""
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """How a quantised weight is held: all that its bytes follow from."""
+    """Form of a quantised weight, from which all its bytes follow."""
 
     kind: Literal["int8", "int4", "fp8", "fp4"]  # fp8 is e4m3, fp4 e2m1
     group_size: int | None  # columns that share a scale; None: a row's
@@ -30,7 +30,7 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """How a checkpoint's projections lie in its files, where those are quantised by several tensors each."""
+    """Form of a checkpoint's projections in its files, where each is quantised in several tensors."""
 
     method: Literal["fp8", "int8", "packed", "awq", "gptq", "mxfp4"]
     form: WeightForm  # what they are held in
@@ -40,12 +40,12 @@ class StoredQuantization:
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped"]
-"""Of an MLP's gate; `gelu_tanh` is GELU by its approximation with tanh. `clamped` is gpt-oss's: with g the gate up to
-GLU_LIMIT, and u the up within that of zero, g sigmoid(GLU_ALPHA g) (u + 1)."""
+"""Activation of an MLP's gate. `gelu_tanh` is GELU approximated with tanh. `clamped` is gpt-oss's: with g the gate
+clamped to GLU_LIMIT from above, and u the up clamped to it on both sides, g sigmoid(GLU_ALPHA g) (u + 1)."""
 GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
 
 PrefillKernel = Literal["plain", "fa3"]
-"""That attends from prompts on GPUs: `auto` is the fastest of those that agreed with the plain one at start."""
+"""Kernel of prefill attention on GPUs: `plain` is ours, `fa3` FlashAttention-3."""
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -97,13 +97,13 @@ class LatentSizes:
 
     @property
     def query(self) -> int:
-        """Of a head's queries, as they are projected: the part that turns is the last."""
+        """Width of a head's queries as they are projected; the rotated part is the last."""
         return self.key + self.rotary
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """What a layer has between its input and `q`, `k` and `v`, where it attends to latents."""
+    """Projections between a layer's input and `q`, `k` and `v`, where the layer attends to latents."""
 
     down: Projection  # to the latent and the keys' part that turns
     norm: str  # of the latent
@@ -124,7 +124,7 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's experts are chosen by their scores, and weighed. Of equal scores the lower number's wins."""
+    """Choice and weighting of a token's experts by their scores. Of equal scores the lower expert wins."""
 
     num_experts: int
     top_k: int
@@ -132,11 +132,11 @@ class Routing:
     normalises: bool = False  # the weights of the chosen ones, which are their scores, are divided by their sum
     scale: float = 1.0  # of weights, after that
     groups: int = 1  # of neighbours, as many in each
-    top_groups: int = 1  # so many groups' experts can be chosen: those with the highest sums
+    top_groups: int = 1  # number of groups, by the highest sums, whose experts can be chosen
     summed: int = 1  # of each group's highest scores (DeepSeek-V2: 1; V3: 2)
 
     def expected_hit(self, tokens: float) -> float:
-        """How many experts so many tokens take together, if each took any with the same probability."""
+        """Return how many experts `tokens` tokens hit together if each expert is equally likely."""
         missed: float = (1 - self.top_k / self.num_experts) ** tokens
         return self.num_experts * (1 - missed)
 
@@ -159,7 +159,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer is made of, by the names that the family's checkpoints use within a layer.
+    """Parts of a layer, by their names within a layer in the family's checkpoints.
 
     The loader and the decoder go by this alone, and no family's name is asked for: what another family's layer has
     more is one more field, which the families before leave out. Norms are RMSNorms.
@@ -189,7 +189,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """What a family's decoder is made of, and what its checkpoints call that."""
+    """Parts of a family's decoder, and their names in its checkpoints."""
 
     family: str  # for people
     embedding: str
@@ -203,7 +203,7 @@ class DecoderSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What memory, requests and transfers must know of a decoder, whatever computes it."""
+    """Sizes of a decoder that memory, requests and transfers depend on, whatever computes it."""
 
     vocab_size: int
     hidden_size: int
@@ -218,7 +218,7 @@ class ModelShape:
 
     @property
     def kv_kinds(self) -> int:
-        """Of rows in the cache: keys and values, or latents alone."""
+        """Kinds of rows in the cache: keys and values, or latents alone."""
         return 2 if self.latent is None else 1
 
     def window(self, layer: int) -> int:
@@ -227,16 +227,16 @@ class ModelShape:
 
     @property
     def kv_groups(self) -> KVGroups:
-        """Which layers share block tables."""
+        """Groups of layers that share block tables."""
         return self.groups_of(range(self.num_layers))
 
     def groups_of(self, layers: range) -> KVGroups:
-        """As `kv_groups`, of some layers, the first of which is 0 there. As `KVLayout.groups_of`."""
+        """Return `kv_groups` of some layers, the first of which counts as 0. As `KVLayout.groups_of`."""
         return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
 
     @property
     def expert_share(self) -> float:
-        """Of a layer's experts, that a token takes; 0: the model has none, or nothing is known of them."""
+        """Fraction of a layer's experts that a token takes; 0: the model has none, or nothing is known of them."""
         return 0.0
 
     def mlp_sizes(self, with_experts: bool) -> frozenset[int]:
@@ -245,7 +245,7 @@ class ModelShape:
 
     @property
     def num_experts(self) -> int:
-        """Of each layer that has any; 0: no layer has."""
+        """Number of experts of each layer that has any; 0: no layer has."""
         return 0
 
     @property
@@ -304,13 +304,13 @@ class ModelConfig(ModelShape):
         return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
 
     def mlp_of(self, layer: int) -> MlpSpec | None:
-        """What all tokens take, beside the experts where there are any."""
+        """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
         return MlpSpec(spec.gate, spec.up, spec.down, self.intermediate_size) if experts is None else experts.shared
 
     @property
     def rotary_dim(self) -> int:
-        """Of a head, or of its part that turns where it attends to latents."""
+        """Width of a head's rotated part, or of the whole head."""
         return self.head_dim if self.latent is None else self.latent.rotary
 
     def rope_of(self, layer: int) -> RopeConfig | None:
@@ -320,19 +320,19 @@ class ModelConfig(ModelShape):
         return self.local_rope if layer in self.local_layers else self.rope
 
     def mlp_sizes(self, with_experts: bool) -> frozenset[int]:
-        """Of MLPs, and of experts too where they are asked for."""
+        """Return the sizes of MLPs, and of experts where they are wanted."""
         layers = range(self.num_layers)
         blocks = [*map(self.mlp_of, layers), *(map(self.experts_of, layers) if with_experts else ())]
         return frozenset(block.size for block in blocks if block is not None)
 
     @property
     def num_experts(self) -> int:
-        """As ModelShape.num_experts."""
+        """Implement ModelShape.num_experts."""
         return 0 if self.spec.layer.experts is None else self.spec.layer.experts.routing.num_experts
 
     @property
     def mlp_width(self) -> int:
-        """Of experts and what is beside them: rows for each, and fp32 results."""
+        """Width of experts' activations and of those beside them: rows for each, and fp32 results."""
         mlps = (self.mlp_of(layer) for layer in range(self.num_layers))
         width, experts = 3 * max((mlp.size for mlp in mlps if mlp is not None), default=0), self.spec.layer.experts
         if experts is not None:

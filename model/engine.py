@@ -52,7 +52,7 @@ class ThreadEngine:
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> list[SampledToken | None]:
-        """As model.step.Engine.step.
+        """Implement model.step.Engine.step.
 
         Raises WorkerLost when the step fails, and at every call after that. `on_layer` is not called any more once
         the caller is cancelled.
@@ -72,15 +72,15 @@ class ThreadEngine:
         # The result comes back over the same queue of the loop as the layers, so it is seen after all of them.
         try:
             ended: Future[list[SampledToken | None]] = Future()
-            told = None if on_layer is None else announce
-            begun = self._executor.submit(self._step, ended, batch, told, copies)
+            announcer = None if on_layer is None else announce
+            begun = self._executor.submit(self._step, ended, batch, announcer, copies)
             begun.add_done_callback(lambda begun: ended.cancel() if begun.cancelled() else None)  # by `close`
             return await asyncio.wrap_future(ended)
         finally:
             wanted.clear()
 
     async def arrange_experts(self, order: ArrangeExperts) -> None:
-        """This rank's part of it, between the steps that were asked for before and behind it.
+        """Arrange this rank's experts, after the steps requested before and before those requested later.
 
         Raises WorkerLost when it fails, as does every step from then on.
         """
@@ -88,7 +88,7 @@ class ThreadEngine:
 
     @property
     def num_broken_rows(self) -> int:
-        """As model.step.Engine.num_broken_rows; a step under way may still raise it."""
+        """Implement model.step.Engine.num_broken_rows; a step under way may still raise it."""
         return self._runner.num_broken_rows
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is told, and what follows from it for this machine and this model."""
+"""Settings of an engine, and what follows from them for this machine and this model."""
 
 import os
 from dataclasses import KW_ONLY, dataclass
@@ -9,14 +9,15 @@ import torch
 
 from twostroke.model.cache.memory import available_bytes, cache_bytes_on_host
 from twostroke.model.config import KVCacheDtype, ModelShape, PrefillKernel, Quantization
+from twostroke.model.costs.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.served import Way
-from twostroke.model.sizes import DEFAULT_BOUNDS, StepBounds, kv_block_bytes
 from twostroke.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine needs to know; cluster/config checks what can be checked without the model and this machine.
+    """Settings of an engine; cluster/config checks what can be checked without the model and this machine.
 
     `num_blocks` or `kv_cache_bytes` sizes the cache.
 
@@ -32,16 +33,12 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
     quantization: Quantization = "auto"  # of the projections' weights
-    tensor_parallel: int = 1  # ranks that share each stage of the model
-    pipeline_parallel: int = 1  # stages that share its layers
-    expert_parallel: bool = False  # each has some experts whole, and not a part of each
-    context_parallel: bool = False  # each has a part of the latents of each block's tokens
-    redundant_experts: int = 0  # copies of others' experts that each has slots for, in each layer
+    parallel: ParallelForm = ONE_RANK
     block_size: int = 16  # tokens
     kv_cache_bytes: int | None = None  # all layers together
     num_blocks: int | None = None
     host_ranks: int = 1  # of all workers
-    swap_bytes: int = 0  # of host memory, for KV of requests that give way
+    swap_bytes: int = 0  # of host memory, for KV of preempted requests
     staging_bytes: int = 0  # of the GPU's memory, that links take while KV travels
     gpu_memory_share: float = 0.9  # of the GPU's memory, that weights, cache and steps together may take
     prefill_kernel: PrefillKernel = "plain"
@@ -50,11 +47,6 @@ class EngineConfig:
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
     max_context: int | None = None  # tokens; None: what the model and the cache allow
-
-    @property
-    def context_ranks(self) -> int:
-        """As KVLayout.context_ranks."""
-        return self.tensor_parallel if self.context_parallel else 1
 
 
 def resolve_dtype(choice: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -83,7 +75,7 @@ def resolve_kv_dtype(choice: KVCacheDtype, model: ModelShape, dtype: torch.dtype
 
 
 def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices faster than fp32 ones."""
+    """Return True if this CPU multiplies bf16 matrices faster than fp32 ones."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -101,7 +93,7 @@ def check_cores(config: EngineConfig) -> None:
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raises ConfigError where there is no such device."""
+    """Return the torch device. Raises ConfigError where it does not exist."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, but torch finds no CUDA device: use device cpu")
     return torch.device("cuda", config.gpu) if config.device == "cuda" else torch.device("cpu")
@@ -110,10 +102,10 @@ def resolve_device(config: EngineConfig) -> torch.device:
 def resolve_num_blocks(
     config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype, needed: int = 0, free: int | None = None
 ) -> int | None:
-    """How many blocks the cache gets; None: as many as fit, on a GPU.
+    """Return the number of blocks of the cache; None: as many as fit, on a GPU.
 
-    On a CPU a size that nobody says is one of the `free` bytes (None: of those that are free now), of which this rank
-    has `needed` for weights and steps. Raises ConfigError where the size does not hold one block.
+    On a CPU the default size is a part of the `free` bytes (None: those that are free now), after the `needed` bytes of
+    this rank's weights and steps. Raises ConfigError where the size does not hold one block.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -160,6 +152,5 @@ def blocks_in(size: int, config: EngineConfig, model: ModelShape, kv_dtype: torc
 
 
 def block_bytes(config: EngineConfig, model: ModelShape, kv_dtype: torch.dtype) -> int:
-    """As kv_block_bytes, of this engine's ranks and stages."""
-    ranks = config.tensor_parallel, config.pipeline_parallel, config.context_ranks
-    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, *ranks)
+    """Return kv_block_bytes for this engine's ranks and stages."""
+    return kv_block_bytes(model, config.block_size, kv_dtype.itemsize, config.parallel)

@@ -1,4 +1,4 @@
-"""From a model folder to a running engine."""
+"""The loading of a model folder into a running engine."""
 
 import gc
 import logging
@@ -21,8 +21,10 @@ from twostroke.model.cache.memory import (
     gibibytes,
 )
 from twostroke.model.cache.swap_space import SwapSpace
-from twostroke.model.captured_steps import CapturedSteps
+from twostroke.model.captured_steps import ALL_EAGER, NOTHING_CAPTURED, StepReplays
 from twostroke.model.config import ModelShape
+from twostroke.model.costs.operations import MachineLimits, NumberFormats, StepWork, step_work
+from twostroke.model.costs.sizes import StepBounds, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
 from twostroke.model.engine import ThreadEngine
@@ -37,23 +39,13 @@ from twostroke.model.engine_config import (
     resolve_max_context,
     resolve_num_blocks,
 )
-from twostroke.model.limits import machine_limits
-from twostroke.model.operations import Held, MachineLimits
+from twostroke.model.machine_limits import machine_limits
 from twostroke.model.parallel.expert_slots import ExpertSlots
-from twostroke.model.parallel.stages import Stage
-from twostroke.model.parallel.tensor_parallel import (
-    GroupRanks,
-    RankPlace,
-    Shard,
-    SingleRank,
-    TensorParallel,
-)
-from twostroke.model.runner import ModelRunner, TokenSampler
+from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, SingleRank, TensorParallel
+from twostroke.model.runner import LACKING, ModelRunner, RankExtras, TokenSampler
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import ServedModel, open_model
-from twostroke.model.sizes import StepBounds, check_context_parts, communicator_bytes, step_bytes_on_cpu
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.model.step_work import StepWork, step_work
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
@@ -65,9 +57,8 @@ def load_engine(config: EngineConfig, place: RankPlace | None = None) -> "Loaded
 
     `place` is for an engine of several ranks, and for them alone; all have to load at the same time.
     """
-    ranks = config.tensor_parallel * config.pipeline_parallel
-    if (place is None) != (ranks == 1):
-        raise ValueError(f"{place} is no place among {ranks} ranks")
+    if (place is None) != (config.parallel.num_ranks == 1):
+        raise ValueError(f"{place} is no place among {config.parallel.num_ranks} ranks")
     return LoadedEngine(config, place)
 
 
@@ -81,18 +72,16 @@ class LoadedEngine:
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
-    expert_hits: ExpertHits | None  # None: the model has no experts, or nobody counts their hits
+    expert_hits: ExpertHits | None  # None: the model has no experts, or their hits are not counted
     expert_slots: ExpertSlots | None  # None: ranks have no room for copies of experts
     limits: MachineLimits  # of this rank's device
 
     def __init__(self, config: EngineConfig, place: RankPlace | None):
-        """As load_engine: settings are resolved and checked here, the parts are made on the engine's thread."""
+        """Resolve and check settings as load_engine says; the parts are made on the engine's thread."""
         self._config = config
         self._place = place
         self._rank = 0 if place is None else place.rank
-        stage, rank = divmod(self._rank, config.tensor_parallel)
-        self._shard = Shard(rank, config.tensor_parallel, config.expert_parallel)
-        self._stage = Stage(stage, config.pipeline_parallel)
+        self._stage, self._shard = config.parallel.place(self._rank)
         found = open_model(config.model_dir, config.way)
         model = self.model_config = found.shape
         check_cores(config)
@@ -100,11 +89,8 @@ class LoadedEngine:
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
         self.weights = found.weights_as(config.quantization)
-        ranks = config.tensor_parallel, config.expert_parallel, config.pipeline_parallel
-        found.check_ranks(*ranks)
-        if config.context_parallel:
-            check_context_parts(model, config.tensor_parallel, config.block_size)
-        weights = found.weight_bytes(self._dtype, config.quantization, *ranks, config.redundant_experts)
+        found.check_ranks(config.parallel, config.block_size)
+        weights = found.weight_bytes(self._dtype, config.quantization, config.parallel)
         block = block_bytes(config, model, self._kv_dtype)
         # A GPU's largest step is measured later.
         step = step_bytes_on_cpu(model, config.bounds, self._dtype.itemsize) if self._device.type == "cpu" else 0
@@ -135,11 +121,11 @@ class LoadedEngine:
 
     def work(self) -> StepWork:
         """The model's steps' operations and reads, on all ranks together."""
-        held = Held(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
-        return step_work(self.model_config, held)
+        formats = NumberFormats(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
+        return step_work(self.model_config, formats)
 
     def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
-        """On the engine's thread. Raises ConfigError."""
+        """Build the runner on the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._rank
         if device.type == "cuda":
             torch.cuda.set_device(device)  # where this thread's kernels go
@@ -153,7 +139,7 @@ class LoadedEngine:
 
                 group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
         backend = _backend(device, config)
-        spare = config.redundant_experts
+        spare = config.parallel.spare_experts
         options = LoadOptions(
             self._dtype,
             device,
@@ -161,7 +147,7 @@ class LoadedEngine:
             config.quantization,
             self._kv_dtype,
             spare,
-            config.context_ranks > 1,
+            config.parallel.context_ranks > 1,
         )
         decoder = found.decoder(options, backend, self.parallel)
         sampler = _sampler(model.vocab_size, device) if rank == 0 else None
@@ -171,9 +157,7 @@ class LoadedEngine:
             block_size=config.block_size,
             dtype=self._kv_dtype,
             device=device,
-            tp_size=self._shard.size,
-            pp_size=self._stage.count,
-            context_ranks=config.context_ranks,
+            parallel=config.parallel,
             rank=rank,
         )
         if device.type == "cuda" and self._stage.count == 1:
@@ -190,7 +174,7 @@ class LoadedEngine:
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache, block_bytes(config, model, self._kv_dtype))
         self.max_context = resolve_max_context(config, model, blocks)
-        captured, prompts = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
+        replays = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
         hits = self.expert_hits = _expert_hits(decoder)
         self.expert_slots = None
         if spare and isinstance(decoder, Decoder):
@@ -200,12 +184,9 @@ class LoadedEngine:
             sampler,
             self.kv_cache,
             self.max_context,
-            captured,
-            self.swap_space,
-            hits,
-            prompt_graphs=prompts,
-            parallel=self.parallel,
-            expert_slots=self.expert_slots,
+            replays,
+            RankExtras(self.swap_space or LACKING, hits or LACKING, self.expert_slots or LACKING),
+            self.parallel,
         )
         num_broken = runner.num_broken_rows
         _warm_up(runner, self.kv_cache, self.max_context)
@@ -248,35 +229,36 @@ def _captured_steps(
     kv_cache: KVCache,
     max_context: int,
     sampler: TokenSampler | None,
-) -> tuple[CapturedSteps | None, PromptGraphs | None]:
-    """What replays decode steps, and what replays small steps with prompts: nothing of one of several stages."""
-    if config.pipeline_parallel > 1:
-        return None, None
+) -> StepReplays:
+    """Return what replays steps: nothing on one of several stages."""
+    if config.parallel.has_stages:
+        return ALL_EAGER
     if config.device == "cuda":
         return _graphs(config, decoder, kv_cache, max_context, sampler)
     if config.announces_layers:
-        return None, None
+        return ALL_EAGER
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
-    if config.tensor_parallel > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
-        return None, None  # the ranks' sums are torch's, and so is most of what transformers computes
-    return CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context), None
+    if config.parallel.tensor_ranks > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
+        return ALL_EAGER  # the ranks' sums are torch's, and so is most of what transformers computes
+    return StepReplays(CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context))
 
 
 def _graphs(
     config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache, max_context: int, sampler: TokenSampler | None
-) -> tuple[CudaGraphSteps | None, PromptGraphs | None]:
+) -> StepReplays:
     from twostroke.model.cuda.sampler import DeviceSampler
 
     begin, recorder = time.monotonic(), Recorder(kv_cache.tensors[0].device)
     shapes = prompt_shapes(config, decoder, kv_cache)
     # The steps with the most rows first: the others fit into their memory.
-    prompts = PromptGraphs(decoder, kv_cache, max_context, shapes, recorder) if shapes else None
+    prompts = PromptGraphs(decoder, kv_cache, max_context, shapes, recorder) if shapes else NOTHING_CAPTURED
     decodes, most = None, config.bounds.max_sequences
     if not config.announces_layers:
         decodes = CudaGraphSteps(decoder, kv_cache, max_context, most, recorder)
-        if isinstance(sampler, DeviceSampler) and config.tensor_parallel == 1:  # else logits are gathered elsewhere
+        has_all_logits = config.parallel.tensor_ranks == 1  # else they are gathered elsewhere
+        if isinstance(sampler, DeviceSampler) and has_all_logits:
             sampler.capture(decodes.all_logits, decodes.sizes, recorder)
     _log.info(
         "captured %d graphs of decode steps and %d of small steps with prompts in %.1f s",
@@ -284,16 +266,16 @@ def _graphs(
         len(shapes),
         time.monotonic() - begin,
     )
-    return decodes, prompts
+    return StepReplays(decodes or NOTHING_CAPTURED, prompts)
 
 
 def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
-    """For which steps with prompts there are graphs; none where the host must know how long contexts are.
+    """Return the shapes of steps with prompts that get graphs: none where the host must know the contexts' lengths.
 
     Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more. Nor are there
     any of one of several stages.
     """
-    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.pipeline_parallel > 1:
+    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.parallel.has_stages:
         return []
     most = most_rows(decoder.parameters_a_layer, config.announces_layers)
     return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most)
@@ -337,7 +319,7 @@ def measure_gpu(
     weights = torch.cuda.memory_reserved(device)
 
     def peak(batch: list[SequenceStep]) -> int:
-        """What torch took from the device, holes included."""
+        """Return the peak memory that torch took from the device during the batch, holes included."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         runner.run(batch)
@@ -351,12 +333,13 @@ def measure_gpu(
     width = -(-max_context // block_size) * kv_cache.groups.count
 
     def captured_bytes(rows: int, sequences: int, count: int) -> int:
-        """What `count` graphs keep: of the largest one's step, its block tables, its logits, and the driver's."""
+        """Return the memory that `count` graphs keep: the largest one's step, its block tables, its logits, and the
+        driver's part."""
         tables = 2 * sequences * width * torch.int32.itemsize
         logits = sequences * decoder.logits_width * torch.float32.itemsize
         return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
 
-    if not config.announces_layers and config.pipeline_parallel == 1:
+    if not config.announces_layers and not config.parallel.has_stages:
         most = bounds.max_sequences
         graphs += captured_bytes(most, most, len(batch_sizes(most)))
     if shapes := prompt_shapes(config, decoder, kv_cache):
@@ -374,14 +357,14 @@ def measure_gpu(
         peak_step,
         graphs,
         staging=config.staging_bytes,
-        communicators=communicator_bytes(config.tensor_parallel, config.pipeline_parallel),
+        communicators=communicator_bytes(config.parallel),
     )
 
 
 def largest_batch(
     bounds: StepBounds, block_size: int, max_context: int, logprobs: int | None = None, num_groups: int = 1
 ) -> list[SequenceStep]:
-    """As many sequences as a step may have, with all the tokens that it may have, each drawing with all filters."""
+    """Return a batch with as many sequences and tokens as a step may have, each drawing with all filters."""
     count = max(1, min(bounds.max_sequences, bounds.max_tokens))
     sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=logprobs)
     left = bounds.max_tokens
@@ -403,7 +386,7 @@ def largest_batch(
 def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     """Run each kind of work once, so that no request waits for a kernel to be compiled.
 
-    The blocks written are nobody's yet, and what they hold then is as good as zeros.
+    The blocks belong to no sequence yet; their content counts as zeros.
     """
     length = min(max_context - 1, 2 * kv_cache.block_size + 1)
     if length < 1:

@@ -85,7 +85,7 @@ def rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    """As `rope`, in fp32."""
+    """Rotate as `rope` does, in fp32."""
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -195,7 +195,7 @@ def write_latents(
 
 
 def absorb(q: Tensor, heads: LatentHeads, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """q [T, H (N + P)] -> [T, H, R + P]: queries that meet latents as they lie in the cache."""
+    """q [T, H (N + P)] -> [T, H, R + P]: queries ready for latents as the cache stores them."""
     still, turning = _parts_of_queries(q, heads)
     absorbed = torch.einsum("thn,hnr->thr", still.float(), heads.keys.float()).to(q.dtype)
     return torch.cat((absorbed, rope(turning, positions, cos_sin)), dim=2)

@@ -1,4 +1,4 @@
-"""From a batch of SequenceSteps to drawn tokens: tensors in, decoder, sampler, results in the caller's order.
+"""The step from a batch of SequenceSteps to drawn tokens: tensors, decoder, sampler, results in the caller's order.
 
 A step that was launched may still be on its way: its tokens are on a GPU then, where the next step can use them.
 """
@@ -25,21 +25,20 @@ from twostroke.model.batch import (
     place,
     take_drawn,
 )
-from twostroke.model.cache.kv_cache import KVCache, StepAnnouncements, layer_announcer
+from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.cache.layer_announcer import LaunchedWork, StepAnnouncements, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
-from twostroke.model.captured_steps import CapturedSteps
-from twostroke.model.cuda.prompt_graphs import PromptGraphs
-from twostroke.model.launched_work import LaunchedWork
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.parallel.expert_slots import ExpertSlots
+from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
-from twostroke.model.pipeline import PipelinedSteps
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
 from twostroke.model.step import (
     BlockCopy,
     Draw,
     OnLayer,
-    PromptReading,
+    PromptScorer,
     ScoredRows,
     SequenceStep,
     with_drawn_tokens,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:  # Triton is imported only where there is a GPU
 
 
 class TokenSampler(Protocol):
-    """What the runner needs of `model/sampling/sampler.py`."""
+    """Interface of `model/sampling/sampler.py` that the runner needs."""
 
     def sample(
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
@@ -60,7 +59,8 @@ class TokenSampler(Protocol):
         """logits fp32 [N, vocab]; `positions` are the absolute positions of the drawn tokens."""
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """How likely the tokens `targets` [N] are by logits fp32 [N, vocab], which may be modified."""
+        """Return the log-probabilities of the tokens `targets` [N] under logits fp32 [N, vocab], which may be
+        modified."""
 
     def take(self, drawn: Tensor, draws: Sequence[Draw]) -> "list[SampledToken] | DrawnTokens":
         """int64 [2, N]: tokens that were drawn without it, and whether their rows were broken."""
@@ -72,7 +72,7 @@ class TokenSampler(Protocol):
 
 MOST_SCORED_ROWS = 256
 _SCORED_BYTES = 64 << 20
-"""Of the logits of prompt tokens that are there at a time."""
+"""Bytes of prompt tokens' logits in memory at a time."""
 
 
 @runtime_checkable
@@ -92,14 +92,14 @@ class LaunchedStep:
     tokens: list[SampledToken | None]  # one of each entry of the batch, None where it draws none or none is known yet
 
     is_done: ClassVar[bool] = True
-    """Whether `result` has nothing to wait for."""
+    """True if `result` has nothing to wait for."""
 
     def result(self) -> list[SampledToken | None]:
-        """As Engine.step's; blocks until they are there. To be called once, on any one thread."""
+        """Return Engine.step's result; blocks until it is there. To be called once, on any one thread."""
         return self.tokens
 
     def peek(self) -> list[SampledToken | None]:
-        """As `result`, but for the engine's thread, any number of times."""
+        """Return the result as `result` does, on the engine's thread, any number of times."""
         return self.tokens
 
     def on_device(self) -> Tensor | None:
@@ -122,7 +122,7 @@ class SilentStep(LaunchedStep):
 
 @dataclass(frozen=True)
 class AnnouncedStep(LaunchedStep):
-    """A step whose layers a LayerAnnouncer tells of: it has not ended before they are told."""
+    """A step whose layers a LayerAnnouncer announces: it ends after the last announcement."""
 
     step: LaunchedStep
     announcements: StepAnnouncements
@@ -166,6 +166,32 @@ class StepOnDevice(LaunchedStep):
         return tokens.new_zeros(len(self.tokens)).index_copy_(0, places, tokens)
 
 
+class NoExtras:
+    """Stands in for each part of RankExtras that a rank lacks: nothing is counted, and orders are refused."""
+
+    def copy(self, copy: BlockCopy | None = None) -> None:
+        if copy is not None:
+            raise ValueError("blocks are to be copied, and there is no swap space")
+
+    def arrange(self, order: ArrangeExperts) -> None:
+        raise ValueError("experts are to be copied, and there are no slots for copies")
+
+
+LACKING = NoExtras()
+
+
+@dataclass(frozen=True)
+class RankExtras:
+    """Parts that a rank may have beside its decoder and cache."""
+
+    swap_space: SwapSpace | NoExtras = LACKING
+    expert_hits: ExpertHits | NoExtras = LACKING
+    expert_slots: ExpertSlots | NoExtras = LACKING
+
+
+NO_EXTRAS = RankExtras()
+
+
 class ModelRunner:
     """Runs one step at a time, on whatever thread calls it."""
 
@@ -175,30 +201,20 @@ class ModelRunner:
         sampler: TokenSampler | None,
         kv_cache: KVCache,
         max_context: int,
-        captured: CapturedSteps | None = None,
-        swap_space: SwapSpace | None = None,
-        expert_hits: ExpertHits | None = None,
-        prompt_graphs: PromptGraphs | None = None,
+        replays: StepReplays = ALL_EAGER,
+        extras: RankExtras = NO_EXTRAS,
         parallel: TensorParallel | None = None,
-        expert_slots: ExpertSlots | None = None,
     ):
-        """`sampler` is rank 0's, which alone draws; None on all others of `parallel`, which are the decoder's.
+        """`sampler` is rank 0's, which alone draws: None on all other ranks of `parallel`, which are the decoder's.
 
-        `captured` runs the decode steps that it can, `prompt_graphs` others, over the same decoder and cache;
-        `swap_space` is its.
-
-        `expert_hits` are the decoder's, and sees to it that they can be read; `expert_slots` are where its ranks hold
-        copies of experts.
+        `replays` and `extras` belong to the same decoder and cache.
         """
         self._decoder = decoder
         self._sampler = sampler
         self._kv_cache = kv_cache
         self._max_context = max_context
-        self._captured = captured
-        self._swap_space = swap_space
-        self._expert_hits = expert_hits
-        self._prompt_graphs = prompt_graphs
-        self._expert_slots = expert_slots
+        self._replays = replays
+        self._extras = extras
         self._parallel = SingleRank() if parallel is None else parallel
         self._pipeline: PipelinedSteps | None = None
         if self._parallel.link is not None:
@@ -213,28 +229,24 @@ class ModelRunner:
 
     @property
     def num_broken_rows(self) -> int:
-        """Rows of logits so far that held NaN or +inf: rank 0 alone has whole rows."""
+        """Number of rows of logits so far that held NaN or +inf. Only rank 0 has whole rows."""
         return 0 if self._sampler is None else self._sampler.num_broken_rows
 
     def run(self, batch: Sequence[SequenceStep], on_layer: OnLayer | None = None) -> list[SampledToken | None]:
-        """As `Engine.step`. Raises ValueError as `check_batch` does."""
+        """Run a step as `Engine.step`. Raises ValueError as `check_batch` does."""
         return self.launch(batch, on_layer).result()
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Make the copies, one after the other. Raises ValueError where there is no swap space."""
-        if self._swap_space is None:
-            raise ValueError("blocks are to be copied, and there is no swap space")
         for copy in copies:
-            self._swap_space.copy(copy)
+            self._extras.swap_space.copy(copy)
 
     @torch.inference_mode()
     def arrange_experts(self, order: ArrangeExperts) -> None:
         """Change which copies of experts the next step uses, and move weights, with all ranks. Raises ValueError where
         there are no slots for copies."""
-        if self._expert_slots is None:
-            raise ValueError("experts are to be copied, and there are no slots for copies")
-        self._expert_slots.arrange(order)
+        self._extras.expert_slots.arrange(order)
 
     def close(self) -> None:
         """End the runner's threads; its steps have ended."""
@@ -262,8 +274,7 @@ class ModelRunner:
     def _launch(
         self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, earlier: LaunchedStep | None
     ) -> LaunchedStep:
-        if self._expert_hits is not None:
-            self._expert_hits.copy()
+        self._extras.expert_hits.copy()
         # Who has no embedding needs no tokens.
         follows = self._parallel.stage.is_first and any(step.follows is not None for step in batch)
         drawn = None
@@ -278,9 +289,9 @@ class ModelRunner:
         if copied := [step for step in batch if step.copied_from is not None]:
             targets = [step.block_ids[step.start // cache.block_size] for step in copied]
             cache.copy_blocks([step.copied_from for step in copied if step.copied_from is not None], targets)
-        if self._captured is not None and on_layer is None and all(step.reading is None for step in batch):
+        if on_layer is None and all(step.scorer is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
-            if len(draws) == len(batch) and (logits := self._captured.logits(batch, drawn)) is not None:
+            if len(draws) == len(batch) and (logits := self._replays.decodes.logits(batch, drawn)) is not None:
                 return self._sample(logits, batch, list(range(len(batch))), earlier)
         return self._run_with_prompts(batch, on_layer, drawn, earlier)
 
@@ -291,14 +302,14 @@ class ModelRunner:
         drawn: Tensor | None,
         earlier: LaunchedStep | None,
     ) -> LaunchedStep:
-        """What is no captured decode step: by another graph where one fits, else eagerly."""
+        """Run a step that is no captured decode step: by a graph of prompts where one fits, else eagerly."""
         order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) != 1)  # stable: decodes first
         steps = [batch[i] for i in order]
         if self._pipeline is not None:
             return self._run_over_stages(self._pipeline, batch, steps, order, on_layer, drawn, earlier)
         drawing = [i for i, step in enumerate(steps) if step.draw is not None]
-        if self._prompt_graphs is not None and all(step.reading is None for step in steps):
-            logits = self._prompt_graphs.logits(steps, drawing, drawn)
+        if all(step.scorer is None for step in steps):
+            logits = self._replays.prompts.logits(steps, drawing, drawn)
             if logits is not None:
                 self._announce_all(on_layer)  # they are there once all of the graph has run
                 return self._sample(logits, batch, [order[i] for i in drawing], earlier)
@@ -306,10 +317,10 @@ class ModelRunner:
         logits = self._decoder.forward(
             StepInput(
                 self._token_ids(steps, drawn),
-                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.held),
+                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.local_tokens),
                 self._kv_cache.tensors,
                 Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
-                self._reader(steps),
+                self._scoring(steps),
             ),
             on_layer,
         )
@@ -327,13 +338,13 @@ class ModelRunner:
         drawn: Tensor | None,
         earlier: LaunchedStep | None,
     ) -> LaunchedStep:
-        """As `_run_with_prompts`, of which `order` says where `steps` stand in the batch."""
+        """Run a step over stages, as `_run_with_prompts`; `order` gives the place of each of `steps` in the batch."""
         entries: list[int] = []
         rows: list[Tensor] = []
         for found in pipeline.run(steps, lambda some: self._token_ids(some, drawn), on_layer):
-            read_all = self._reader(found.batch.steps)
-            if read_all is not None:
-                read_all(found.hidden)
+            score_all = self._scoring(found.batch.steps)
+            if score_all is not None:
+                score_all(found.hidden)
             rows.append(found.drawn)
             entries += [order[found.batch.entries[i]] for i in found.batch.drawing]
         if not entries:
@@ -345,38 +356,39 @@ class ModelRunner:
             for layer in range(self._kv_cache.layout.num_layers):
                 on_layer(layer)
 
-    def _reader(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
-        """What reads all prompts that are to be read off the step's hidden states; None where there are none."""
+    def _scoring(self, steps: Sequence[SequenceStep]) -> Callable[[Tensor], None] | None:
+        """Return a function that scores and pools the step's prompts from their hidden states; None where there are
+        none."""
         ends = np.cumsum([len(step.token_ids) for step in steps]).tolist()
-        read = [(one.reading, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
+        chunks = [(one.scorer, one.start, end - len(one.token_ids), end) for one, end in zip(steps, ends, strict=True)]
 
-        def read_all(hidden: Tensor) -> None:
-            for reading, start, first, end in read:
-                if reading is not None and reading.fault.error is None:
+        def score_all(hidden: Tensor) -> None:
+            for scorer, start, first, end in chunks:
+                if scorer is not None and scorer.fault.error is None:
                     try:
-                        self._read(reading, start, hidden[first:end])
+                        self._score_chunk(scorer, start, hidden[first:end])
                     except RuntimeError:
                         raise  # torch's word for what a device does: the step's own
                     except Exception as error:
-                        reading.fault.note(error)
+                        scorer.fault.note(error)
 
-        return None if all(reading is None for reading, *_ in read) else read_all
+        return None if all(scorer is None for scorer, *_ in chunks) else score_all
 
-    def _read(self, reading: PromptReading, start: int, hidden: Tensor) -> None:
-        """Of a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Blocks of rows have logits at a
-        time: those of a whole chunk would be gigabytes."""
-        reading.begin(start)
-        pooled = hidden[reading.pooled_rows(start, len(hidden))]
+    def _score_chunk(self, scorer: PromptScorer, start: int, hidden: Tensor) -> None:
+        """Score and pool a prompt's chunk at position `start`, hidden states [its tokens, hidden]. Logits are computed
+        in blocks of rows: those of a whole chunk would be gigabytes."""
+        scorer.begin(start)
+        pooled = hidden[scorer.pooled_rows(start, len(hidden))]
         if len(pooled):
-            reading.add_hidden(pooled.float().sum(0).cpu().numpy())
-        targets = reading.targets(start, len(hidden))
+            scorer.add_hidden(pooled.float().sum(0).cpu().numpy())
+        targets = scorer.targets(start, len(hidden))
         most = max(1, min(MOST_SCORED_ROWS, _SCORED_BYTES // (4 * self._decoder.vocab_size)))
         for first in range(0, len(targets), most):
             block = targets[first : first + most]
             logits = self._decoder.logits(hidden[first : first + len(block)])
             logits = gather_logits(logits, self._decoder.vocab_size, self._parallel)
             if self._sampler is not None:
-                reading.add_scores(self._sampler.score(logits, block, reading.params.logprobs or 0))
+                scorer.add_scores(self._sampler.score(logits, block, scorer.params.logprobs or 0))
 
     def _token_ids(self, steps: Sequence[SequenceStep], drawn: Tensor | None) -> Tensor:
         """int64 [T]; those that follow the step before are taken from its tokens `drawn`, if they aren't known yet."""
@@ -386,7 +398,7 @@ class ModelRunner:
         return token_ids
 
     def _drawn_by_rank_0(self, earlier: LaunchedStep | None) -> Tensor:
-        """As LaunchedStep.on_device, on every rank; on GPUs no host waits for it."""
+        """Return LaunchedStep.on_device on every rank; on GPUs no host waits for it."""
         if earlier is None:
             raise ValueError("a step follows one that is not there")
         if self._sampler is None:

@@ -14,9 +14,8 @@ from twostroke.model.checkpoint.config_file import is_native, load_model_config,
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint, has_weights
 from twostroke.model.config import ModelShape, Quantization, WeightForm
-from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.tensor_parallel import TensorParallel
-from twostroke.model.sizes import (
+from twostroke.model.costs.sizes import (
+    check_contexts,
     check_size,
     check_stages,
     num_active_parameters,
@@ -25,19 +24,22 @@ from twostroke.model.sizes import (
     weight_bytes,
     weights_as,
 )
+from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 Way = Literal["native", "transformers"]
 
 
 class ServedModel(Protocol):
-    """What a folder holds. Its tensors are looked at only where they are asked for; all raise ConfigError."""
+    """A model folder that can be served. Tensors are loaded only when needed; all methods raise ConfigError."""
 
     @property
     def way(self) -> Way: ...
 
     @property
     def family(self) -> str:
-        """For people."""
+        """Name of the family, for people."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -48,40 +50,35 @@ class ServedModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint, whose tensors are checked."""
+        """Dtype of the checkpoint, whose tensors are checked."""
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token is computed with."""
+        """Number of parameters that one token is computed with."""
 
     def weight_bytes(
         self,
         dtype: torch.dtype,
         quantization: Quantization,
-        ranks: int,
-        expert_parallel: bool = False,
-        stages: int = 1,
-        redundant_experts: int = 0,
+        parallel: ParallelForm = ONE_RANK,
     ) -> int:
-        """Of one of so many ranks of each stage, that can share the model, the largest, once it is loaded in
-        `dtype`."""
+        """Return the bytes of the rank with the most weights, once the model is loaded in `dtype`."""
 
     def weights_as(self, quantization: Quantization) -> str | None:
-        """How quantised weights are held, for people; None: as all others."""
+        """Describe the form of quantised weights in words; None: they are as all others."""
 
-    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
-        """Raises ConfigError where so many stages of `size` ranks can't share the model, or not its experts as they are
-        asked to."""
+    def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
+        """Raises ConfigError where the ranks can't divide the model, or blocks of so many tokens, in this form."""
 
     def digest(self) -> str:
         """16 hex digits of what KV depends on: config and weights, all of which it reads."""
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> StepDecoder:
-        """One rank's, over loaded weights."""
+        """Return one rank's decoder over loaded weights."""
 
 
 def open_model(folder: Path, way: Way | None = None) -> ServedModel:
-    """Ours where there is one for the architecture and `way` is not the other. Raises ConfigError."""
+    """Open a folder: with the native decoder if there is one and `way` allows it. Raises ConfigError."""
     if way == "native" or (way is None and is_native(read_config_file(folder))):
         return NativeModel(folder)
     from twostroke.model.checkpoint.transformers_model import TransformersModel  # importing transformers takes seconds
@@ -115,7 +112,7 @@ class NativeModel:
 
     @property
     def _forms(self) -> Mapping[str, WeightForm]:
-        """Of a hub's model its configuration alone may be here."""
+        """Forms of the quantised weights. Of a hub's model only its configuration may be here."""
         return self._checkpoint.forms if has_weights(self._folder) else stored_forms(self.shape)
 
     @property
@@ -126,26 +123,23 @@ class NativeModel:
         self,
         dtype: torch.dtype,
         quantization: Quantization,
-        ranks: int,
-        expert_parallel: bool = False,
-        stages: int = 1,
-        redundant_experts: int = 0,
+        parallel: ParallelForm = ONE_RANK,
     ) -> int:
-        shared = ranks, expert_parallel, stages, redundant_experts
-        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, *shared)
+        return weight_bytes(self.shape, dtype.itemsize, quantization, self._forms, parallel)
 
     def weights_as(self, quantization: Quantization) -> str | None:
         return weights_as(quantization, self._forms)
 
-    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
-        check_size(self.shape, size, expert_parallel)
-        check_stages(self.shape, stages)
+    def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
+        check_size(self.shape, parallel.tensor_ranks, parallel.has_whole_experts)
+        check_stages(self.shape, parallel.stages)
+        check_contexts(self.shape, parallel, block_size)
 
     def digest(self) -> str:
         return self._checkpoint.digest()
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
-        parts = ContextParts(parallel) if options.context_parallel else None
+        parts = ContextParts(parallel) if options.shares_contexts else None
         place = parallel.shard, parallel.stage, parts
         weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, *place)
         return Decoder(self.shape, weights, backend, parallel)

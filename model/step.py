@@ -1,4 +1,4 @@
-"""What one engine step takes and gives. No torch here: schedulers and simulations use these too.
+"""Inputs and results of one engine step. No torch here: schedulers and simulations use these too.
 
 Structs and no dataclasses, since each row of each step makes two: a frozen dataclass takes seven times as long to make.
 """
@@ -26,14 +26,14 @@ class SequenceStep(msgspec.Struct, frozen=True):
     # The entry of the step before this one that draws this entry's only token, whose place is kept in `token_ids`. So a
     # step can be handed over while the one before it runs.
     follows: int | None = None
-    reading: "PromptReading | None" = None  # gets what is to be read off the tokens of a prompt
+    scorer: "PromptScorer | None" = None  # collects the prompt's scores and pooled states
     # A block of the cache to be copied, before all else, into the table's block of the position `start`: another
     # request has computed the tokens before that one in it.
     copied_from: int | None = None
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """How to draw the token at position `start + len(token_ids)`."""
+    """Parameters of the draw of the token at position `start + len(token_ids)`."""
 
     sampling: SamplingParams
     # All token ids so far, prompt first, for the penalties. It may grow meanwhile, and lacks the token of an entry that
@@ -47,17 +47,17 @@ class Draw(msgspec.Struct, frozen=True):
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the token is that of the largest logit, whatever else they are, and nothing is said of them."""
+        """True if the draw is the token of the largest logit whatever the others are, without log-probabilities."""
         return self.is_greedy and not self.is_adjusted and self.sampling.logprobs is None
 
     @property
     def is_greedy(self) -> bool:
-        """Whether chance has no part in it."""
+        """True if the draw is not random."""
         return self.sampling.temperature <= 0 or self.sampling.top_k == 1
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether logits are changed before."""
+        """True if logits are adjusted before the draw."""
         sampling = self.sampling
         return bool(
             sampling.logit_bias
@@ -69,7 +69,7 @@ class Draw(msgspec.Struct, frozen=True):
         )
 
     def settled(self, last_token: int, position: int) -> "Draw":
-        """This draw at `position`, with `last_token` right before it: what penalties are made of is complete.
+        """Return this draw at `position`, with `last_token` right before it, so that penalties count all tokens.
 
         For the engine, at the launch: the token may have been under way when the step was scheduled. Of the history
         only what `bad_words` look at is left, since a copy of a long one takes a millisecond.
@@ -86,7 +86,7 @@ class Draw(msgspec.Struct, frozen=True):
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
-    """Whether draws depend on what occurred before."""
+    """Return True if draws depend on earlier tokens."""
     return bool(
         sampling.repetition_penalty != 1.0
         or sampling.frequency_penalty != 0.0
@@ -96,14 +96,14 @@ def is_penalised(sampling: SamplingParams) -> bool:
 
 
 class TokenCounts:
-    """How often each token occurs in a request, kept up to date token by token: what penalties are made of.
+    """Counts of each token of a request, updated token by token: penalties are computed from them.
 
     Counting a long history anew for each drawn token would cost more than the step's sampling does. The engine advances
     it, as a Constraint: so the next step can be scheduled while a token is being drawn.
     """
 
     def __init__(self, token_ids: Sequence[int], num_prompt_tokens: int):
-        """Of `token_ids`, of which the first `num_prompt_tokens` are the prompt."""
+        """Count `token_ids`, of which the first `num_prompt_tokens` are the prompt."""
         tokens = np.array(token_ids, np.int64)
         self._ids, places = np.unique(tokens, return_inverse=True)
         self._output_counts = np.bincount(places[num_prompt_tokens:], minlength=len(self._ids)).astype(np.int64)
@@ -113,12 +113,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """Each token of prompt and output once, in no particular order. A view: only good until the next `advance`."""
+        """Each token of prompt and output once, in no particular order. A view: valid until the next `advance`."""
         return self._ids[: self._num_ids]
 
     @property
     def output_counts(self) -> NDArray[np.int64]:
-        """How often each of `ids` occurs among the output tokens. A view: only good until the next `advance`."""
+        """Counts of each of `ids` among the output tokens. A view: valid until the next `advance`."""
         return self._output_counts[: self._num_ids]
 
     def advance(self, history: Sequence[int], last_token: int, position: int) -> None:
@@ -143,7 +143,7 @@ class TokenCounts:
 
 
 class ScoredRows(msgspec.Struct, frozen=True):
-    """As PromptScores, of some tokens."""
+    """Scores of some tokens, in PromptScores' form."""
 
     token_ids: NDArray[np.int32]  # [rows, alternatives]
     logprobs: NDArray[np.float32]  # [rows, 1 + alternatives]
@@ -172,16 +172,16 @@ class RowFault:
 
 
 def note_broken(draws: Sequence[Draw], rows: Iterable[int]) -> None:
-    """These rows have nothing to draw from but NaN."""
+    """Note that these rows have nothing to draw from but NaN."""
     for row in rows:
         if (fault := draws[row].fault) is not None:
             fault.note(BrokenLogits())
 
 
-class PromptReading:
-    """What steps read off one prompt, chunk by chunk: they put it here, and whoever asked takes it when they are done.
+class PromptScorer:
+    """Scores and pooled hidden states of one prompt, which steps collect chunk by chunk until the caller takes them.
 
-    A prompt that gave way is computed again: a chunk at position 0 begins anew.
+    A preempted prompt is computed again: a chunk at position 0 begins anew.
     """
 
     def __init__(self, params: ScoringParams, token_ids: Sequence[int]):
@@ -199,7 +199,7 @@ class PromptReading:
         return np.array(self._token_ids[start + 1 : start + 1 + num_tokens], np.int64)
 
     def pooled_rows(self, start: int, num_tokens: int) -> slice:
-        """Which of a chunk's hidden states are a part of the embedding."""
+        """Return the rows of a chunk's hidden states that count for the embedding."""
         if self.params.pooling == "mean":
             return slice(0, num_tokens)
         is_last = self.params.pooling == "last" and start + num_tokens == len(self._token_ids)
@@ -211,7 +211,7 @@ class PromptReading:
             self._scored, self._sum = [], None
 
     def add_scores(self, scored: ScoredRows) -> None:
-        """Of the targets that follow those before."""
+        """Append scores of the next targets."""
         self._scored.append(scored)
 
     def add_hidden(self, row_sum: NDArray[np.float32]) -> None:
@@ -219,7 +219,7 @@ class PromptReading:
         self._sum = row_sum if self._sum is None else self._sum + row_sum
 
     def scores(self) -> PromptScores | None:
-        """All rows, once the prompt is computed; None where none were asked for."""
+        """Return all scores, once the prompt is computed; None where none were requested."""
         if (num_alternatives := self.params.logprobs) is None:
             return None
         parts = [(one.token_ids, one.logprobs, one.ranks) for one in self._scored]
@@ -227,7 +227,7 @@ class PromptReading:
         return PromptScores(num_alternatives, *columns)
 
     def embedding(self) -> bytes:
-        """As PrefillReply.embedding. Hidden states that are no numbers give zeros, as null vectors do."""
+        """Return PrefillReply.embedding. Hidden states that are no numbers give zeros, as null vectors do."""
         if self._sum is None:
             return b""
         length = float(np.linalg.norm(self._sum))
@@ -264,7 +264,8 @@ class Constraint:
         self._num_outputs = num_outputs
 
     def may_try_again(self) -> bool:
-        """Whether the matcher had failed, and begins anew: it may have been for what others of its grammar had done."""
+        """Return True if the matcher had failed and begins anew: another request of its grammar may have caused the
+        failure."""
         if self._renew is None or not self.matcher.is_error():
             return False
         self.matcher, self._renew, self._num_outputs = self._renew(), None, 0
@@ -284,13 +285,14 @@ class Constraint:
             self._failed_at = position
 
     def masks_failed(self, position: int) -> bool:
-        """To be called once there is a mask for `position`: whether that is none, since following takes too much."""
+        """Note that there is a mask for `position`; return True if the mask failed because the grammar takes too
+        much."""
         if self.matcher.is_error():
             self.fail(position)
         return self._failed_at is not None
 
     def has_failed(self, position: int) -> bool:
-        """Whether the token that was drawn there is not to be used: the grammar could not be followed any more."""
+        """Return True if the token drawn there must not be used: the grammar could no longer be followed."""
         return self._failed_at is not None and position >= self._failed_at
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from msgspec import structs
 
 from twostroke.model.config import ModelConfig
-from twostroke.model.operations import Operation, decode_operations, prefill_operations
+from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
+from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.layouts import Layout
-from twostroke.planning.roofline import WorkerHardware
 from twostroke.planning.search import Budget, FleetSearch, Planned
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
@@ -32,7 +32,7 @@ class PlannedLayout:
     binds: str
     usd_per_million_tokens: float
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the layout for JSON."""
         layout, prefill, decode = self.layout, self.layout.prefill, self.layout.decode
         profiles = {**({} if prefill is None else {"prefill": prefill}), "decode": decode}
@@ -40,7 +40,7 @@ class PlannedLayout:
             "prefill": layout.num_prefill,
             "decode": layout.num_decode,
             "tp": {role: profile.ranks for role, profile in profiles.items()},
-            "context_parallel": {role: profile.context_parallel for role, profile in profiles.items()},
+            "context_parallel": {role: profile.shares_contexts for role, profile in profiles.items()},
             "mode": layout.mode,
             "quantization": {role: profile.quantization for role, profile in profiles.items()},
             "goodput_rps": round(self.goodput, 3),
@@ -67,7 +67,7 @@ def fleet_words(layout: Layout) -> str:
 
     def worker(profile: WorkerProfile) -> str:
         weights = "" if profile.quantization == "auto" else f" with {profile.quantization} weights"
-        shared = " that share contexts" if profile.context_parallel else ""
+        shared = " that share contexts" if profile.shares_contexts else ""
         return f"{profile.ranks} {profile.hardware}{shared}{weights}"
 
     parts = [] if layout.prefill is None else [f"{layout.num_prefill} prefill on {worker(layout.prefill)}"]
@@ -93,18 +93,18 @@ def settings_of(
     differ = len({profile.hardware for profile in profiles}) > 1
 
     def section(profile: WorkerProfile, count: int) -> dict[str, Any]:
-        said: dict[str, Any] = {
+        sections: dict[str, Any] = {
             "replicas": count,
             "max_step_tokens": profile.step_tokens,
             "quantization": profile.quantization,
         }
         if profile.ranks > 1:
-            said["tensor_parallel"] = profile.ranks
-        if profile.context_parallel:
-            said["context_parallel"] = True
+            sections["tensor_parallel"] = profile.ranks
+        if profile.shares_contexts:
+            sections["context_parallel"] = True
         if not on_cpu:
-            said |= {"num_gpus": 1, "block_size": profile.block_size}
-        return said | ({"node_labels": {"gpu": profile.hardware}} if differ else {})
+            sections |= {"num_gpus": 1, "block_size": profile.block_size}
+        return sections | ({"node_labels": {"gpu": profile.hardware}} if differ else {})
 
     settings: dict[str, Any] = {"model": {"path": model}}
     if kv_cache_dtype != "auto":

@@ -88,10 +88,10 @@ def simulate_plan(
     ]
 
 
-def _traced(plan: Plan, asked: Iterator[Session], promise: Promise) -> Iterator[TracedRequest]:
+def _traced(plan: Plan, sessions: Iterator[Session], promise: Promise) -> Iterator[TracedRequest]:
     """Yield requests in which a chat template's own text counts as ordinary tokens."""
     around = TEMPLATE_TOKENS if isinstance(plan.workload, Chat) else 0
-    for session in asked:
+    for session in sessions:
         turns = [
             TracedRequest(
                 turn.think_s,

@@ -11,12 +11,12 @@ from functools import cache
 from itertools import product
 
 from twostroke.model.config import ModelConfig, Quantization
-from twostroke.model.fit import Fit, fit
-from twostroke.model.operations import Held
+from twostroke.model.costs.operations import NumberFormats
+from twostroke.model.costs.sizes import Fit, StepBounds, check_size, fit, weight_bytes
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
-from twostroke.model.sizes import StepBounds, check_size, weight_bytes
+from twostroke.planning.costs.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.layouts import Layout, Pools, Work
-from twostroke.planning.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
@@ -52,11 +52,11 @@ def machine_of(
     quantization: Quantization,
     terms: PlanConstraints,
     *,
-    context_parallel: bool = False,
+    shares_contexts: bool = False,
 ) -> WorkerHardware:
     itemsize = hardware.itemsize
-    held = Held(quantization, itemsize, terms.kv_itemsize or itemsize)
-    return WorkerHardware(hardware, ranks, held, terms.efficiency, context_parallel)
+    held = NumberFormats(quantization, itemsize, terms.kv_itemsize or itemsize)
+    return WorkerHardware(hardware, ranks, held, terms.efficiency, shares_contexts)
 
 
 def fit_of(shape: ModelConfig, machine: WorkerHardware, terms: PlanConstraints) -> Fit:
@@ -68,8 +68,7 @@ def fit_of(shape: ModelConfig, machine: WorkerHardware, terms: PlanConstraints) 
         itemsize=int(machine.held.itemsize),
         kv_itemsize=int(machine.held.kv_itemsize),
         memory=int(machine.hardware.memory_bytes * (MEMORY_SHARE if machine.hardware.is_gpu else 1.0)),
-        ranks=machine.ranks,
-        context_ranks=machine.ranks if machine.context_parallel else 1,
+        parallel=ParallelForm(machine.ranks, shares_contexts=machine.shares_contexts),
         is_gpu=machine.hardware.is_gpu,
         bounds=terms.bounds,
     )
@@ -78,7 +77,7 @@ def fit_of(shape: ModelConfig, machine: WorkerHardware, terms: PlanConstraints) 
 @cache
 def _weight_bytes(shape: ModelConfig, itemsize: int, quantization: Quantization, ranks: int) -> int:
     """Remembered: of hundreds of experts it takes a while."""
-    return weight_bytes(shape, itemsize, quantization, None, ranks)
+    return weight_bytes(shape, itemsize, quantization, None, ParallelForm(ranks))
 
 
 def ranks_of(hardware: Hardware) -> Sequence[int]:
@@ -98,8 +97,8 @@ def profiles_of(
     for count in ranks_of(hardware):
         # Latents can be on all ranks, or shared.
         ways = (False, True) if shape.kv_kinds == 1 and count > 1 else (False,)
-        for quantization, context_parallel in product(quantizations, ways):
-            machine = machine_of(hardware, count, quantization, terms, context_parallel=context_parallel)
+        for quantization, shares_contexts in product(quantizations, ways):
+            machine = machine_of(hardware, count, quantization, terms, shares_contexts=shares_contexts)
             try:
                 room = fit_of(shape, machine, terms)
             except ConfigError:
@@ -130,11 +129,11 @@ def _profile(
         kinds=shape.kv_kinds,
     )
     hardware, prompt = machine.hardware, max(1.0, workload.mean_prompt)
-    copies = 1 if machine.context_parallel else max(1, machine.ranks // shape.num_kv_heads)
+    copies = 1 if machine.shares_contexts else max(1, machine.ranks // shape.num_kv_heads)
     rows = shape.kv_groups.blocks_of(held + block // 2, 1, 1)
     return WorkerProfile(
         source="the roofline of a published sheet",
-        name=f"{hardware.name} x{machine.ranks} {quantization}{' cp' if machine.context_parallel else ''}",
+        name=f"{hardware.name} x{machine.ranks} {quantization}{' cp' if machine.shares_contexts else ''}",
         costs=step_costs(machine, shape, workload.mean_context, terms.step_tokens),
         kv_tokens=int(room.rows / rows * held),
         kv_bytes=layout.token_bytes * layout.groups.share_sent(prompt),
@@ -148,7 +147,7 @@ def _profile(
         ranks=machine.ranks,
         quantization=quantization,
         block_size=block,
-        context_parallel=machine.context_parallel,
+        shares_contexts=machine.shares_contexts,
         copies=copies,
     )
 

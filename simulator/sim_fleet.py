@@ -220,7 +220,7 @@ class SimFleet(Generic[EngineT]):
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         reply: PrefillReply = await self._call("read", worker, request)
         return reply
 

@@ -35,7 +35,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: AtLeastOne = 1
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     block_size: AtLeastOne = BLOCK_TOKENS
-    context_parallel: bool = False  # ranks share the tokens of latents
+    shares_contexts: bool = msgspec.field(default=False, name="context_parallel")  # ranks divide the tokens of latents
     copies: AtLeastOne = 1  # of heads, or of latents, on its ranks: KV is sent to each
 
     @property

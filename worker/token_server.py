@@ -13,6 +13,7 @@ from typing import Annotated, Protocol
 from annotated_types import Ge
 from pydantic import model_validator
 
+from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
@@ -21,7 +22,6 @@ from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
-    Convicted,
     Drain,
     Hello,
     KVNotSent,
@@ -29,6 +29,7 @@ from twostroke.protocol.messages import (
     PrefillFailed,
     Refuse,
     ReportBlocks,
+    RequestsBlocked,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -38,11 +39,10 @@ from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, Peer, Ticket, TokenEvent
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.verdicts import Verdict, Verdicts
 
 _log = logging.getLogger(__name__)
 
-_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted
+_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | RequestsBlocked
 
 
 class TokenServerConfig(Section):
@@ -106,7 +106,7 @@ class TokenServer:
 
     def __post_init__(self) -> None:
         self._block_reports = BlockReports(self.blocks, self._send)
-        self._verdicts = Verdicts(self.clock)
+        self._blocked = BlockedRequests(self.clock)
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
@@ -181,7 +181,7 @@ class TokenServer:
             self._drop(router_id, older)
         try:
             connection.send(Welcome(self.peer))
-            connection.send(Convicted(self._verdicts.to_tell()))
+            connection.send(RequestsBlocked(self._blocked.latest()))
             connection.send(StatsFrame(self.worker.stats()))
         except ConnectionLost:
             return None
@@ -221,18 +221,18 @@ class TokenServer:
                     self.worker.send_prefix(ticket, token_ids, cache_salt, log_context)
                 case ReportBlocks():
                     self._block_reports.begin(router_id, connection)
-                case Convicted(verdicts):
-                    self._pass_on(verdicts, but_to=router_id)
+                case RequestsBlocked(blocked):
+                    self._pass_on(blocked, but_to=router_id)
                 case Ping():
                     pass
                 case _:
                     raise ConnectionLost(f"a router must not send {type(message).__name__}")
 
-    def _pass_on(self, verdicts: Sequence[Verdict], *, but_to: str) -> None:
-        if news := self._verdicts.learn(verdicts):
+    def _pass_on(self, blocked: Sequence[BlockedRequest], *, but_to: str) -> None:
+        if news := self._blocked.learn(blocked):
             for router_id in list(self._routers):
                 if router_id != but_to:
-                    self._tell(router_id, Convicted(news))
+                    self._tell(router_id, RequestsBlocked(news))
 
     async def _send_stats_forever(self) -> None:
         while True:

@@ -25,9 +25,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.offers import AwaitedOffers
 from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
-from twostroke.model.operations import MachineLimits
+from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.model.step import Constraint, Engine, OnLayer
-from twostroke.model.step_work import StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     EpochMismatch,

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twostroke.model.operations import MachineLimits
-from twostroke.model.step_work import StepWork
+from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats

@@ -16,18 +16,19 @@ from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.captured_steps import NOTHING_CAPTURED, StepReplays
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, Quantization
+from twostroke.model.costs.operations import MachineLimits, decode_work, prefill_work
+from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.operations import MachineLimits, decode_work, prefill_work
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
@@ -127,7 +128,7 @@ def make_model(sizes: Sizes, place: GpuPlace, quantization: Quantization, max_ba
     sampler = DeviceSampler(config.vocab_size, device)
     sampler.capture(captured.all_logits, captured.sizes, recorder)
     eager, replaying = (
-        ModelRunner(decoder, sampler, cache, sizes.max_context, captured, prompt_graphs=graphs)
+        ModelRunner(decoder, sampler, cache, sizes.max_context, StepReplays(captured, graphs or NOTHING_CAPTURED))
         for graphs in (None, prompts)
     )
     return GpuModel(replaying, eager, sizes)

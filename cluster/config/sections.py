@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator, StringConstraints, field_validator, 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section
 from twostroke.router.channels.token_channels import TokenChannelConfig
@@ -199,9 +200,15 @@ class WorkerResources(Section):
     results differ from ours. No GPU has confirmed it here yet."""
 
     @property
-    def context_ranks(self) -> int:
-        """Return how many ranks of a stage share each block's tokens."""
-        return self.tensor_parallel if self.context_parallel else 1
+    def parallel(self) -> ParallelForm:
+        """The division of the model among the worker's ranks."""
+        return ParallelForm(
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.expert_parallel,
+            self.context_parallel,
+            self.redundant_experts,
+        )
 
     @model_validator(mode="after")
     def _check_resources(self) -> "WorkerResources":
@@ -234,7 +241,7 @@ class WorkerResources(Section):
     @property
     def num_ranks(self) -> int:
         """Processes of one worker."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.parallel.num_ranks
 
     @field_validator("cores")
     @classmethod

@@ -16,6 +16,7 @@ from twostroke.cluster.config.sections import (
 )
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import Staged, staged
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import RankCut, parts_fit
 
@@ -30,33 +31,13 @@ class PeerShape(NamedTuple):
     block_size: int  # tokens
 
 
-def cut_of(resources: WorkerResources) -> RankCut:
-    """Return how a worker's cache is cut among its ranks."""
-    stages = resources.pipeline_parallel
-    return RankCut(resources.tensor_parallel * stages, stages, resources.context_ranks)
-
-
-def most_ranks(ours: WorkerResources, theirs: WorkerResources) -> int:
-    """Return how many ranks of one stage of `theirs` any rank of `ours` has KV in common with, at most."""
-    if ours.context_parallel != theirs.context_parallel:
-        return theirs.tensor_parallel
-    return max(1, theirs.tensor_parallel // ours.tensor_parallel)
-
-
-def most_overlapping(ours: int, theirs: int) -> int:
-    """Return how many stages of `theirs` any stage of `ours` has layers in common with, at most."""
-    if theirs % ours == 0:
-        return theirs // ours
-    return 1 if ours % theirs == 0 else theirs // ours + 2
-
-
 def check_parts(config: ClusterConfig) -> None:
     """Raises ConfigError where the roles' ranks share blocks in parts that can't be exchanged."""
     if not config.has_prefill:
         return
     (block, other), (ranks, of_other) = (
         [config.block_size(each) for each in config.roles.values()],
-        [each.context_ranks for each in config.roles.values()],
+        [each.parallel.context_ranks for each in config.roles.values()],
     )
     if not parts_fit((block, other), (ranks, of_other)):
         raise ConfigError(
@@ -74,7 +55,6 @@ class WorkerSettings:
     max_step_tokens: int
     max_batch: int
     block_size: int  # tokens
-    tensor_parallel: int  # ranks of a stage
     device: Literal["cpu", "cuda"]
     threads: int
     transport: TransportChoice
@@ -84,7 +64,6 @@ class WorkerSettings:
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    pipeline_parallel: int = 1  # stages
     host_ranks: int = 1  # of all workers, which may share one host's memory
     peers: tuple["PeerShape", ...] = ()  # of the workers that KV may go to or come from
     num_links: int = 0  # of each rank with those, at most, in both directions
@@ -101,18 +80,14 @@ class WorkerSettings:
             max_step_tokens=section.max_step_tokens,
             max_batch=section.max_batch,
             block_size=config.block_size(section),
-            tensor_parallel=section.tensor_parallel,
-            pipeline_parallel=section.pipeline_parallel,
             device=config.device,
             threads=config.threads(section),
             host_ranks=config.num_ranks,
-            peers=tuple(PeerShape(cut_of(each), config.block_size(each)) for each in roles),
+            peers=tuple(PeerShape(each.parallel.cut, config.block_size(each)) for each in roles),
             transport=config.transport,
             num_links=2
             * sum(
-                max(0, config.counts[role].most - (each is section))
-                * most_ranks(section, each)
-                * most_overlapping(section.pipeline_parallel, each.pipeline_parallel)
+                max(0, config.counts[role].most - (each is section)) * section.parallel.most_peers(each.parallel)
                 for role, each in config.roles.items()
             ),
             tcp_streams=config.kv_transfer.tcp_streams,
@@ -124,9 +99,9 @@ class WorkerSettings:
         )
 
     @property
-    def num_ranks(self) -> int:
-        """Return the worker's number of ranks."""
-        return self.tensor_parallel * self.pipeline_parallel
+    def parallel(self) -> ParallelForm:
+        """The division of the model among the worker's ranks."""
+        return self.resources.parallel
 
     @property
     def staged(self) -> Staged:
@@ -141,15 +116,15 @@ class WorkerSettings:
         Where the transport is `auto` only those between hosts do, and of these the settings know nothing: what
         `gpu_memory_utilization` leaves is there for them.
         """
-        from twostroke.model.sizes import COMMUNICATOR_BYTES
+        from twostroke.model.costs.sizes import COMMUNICATOR_BYTES
 
         goes_over_nccl = self.device == "cuda" and self.transport == "torch_distributed"
         return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
     def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
         """Return the engine's configuration for a rank. `gpu` is the rank's number among the visible GPUs."""
+        from twostroke.model.costs.sizes import StepBounds
         from twostroke.model.engine_config import EngineConfig
-        from twostroke.model.sizes import StepBounds
 
         gibibytes = self.resources.kv_cache_gib
         return EngineConfig(
@@ -159,11 +134,7 @@ class WorkerSettings:
             dtype=self.model.dtype,
             kv_cache_dtype=self.model.kv_cache_dtype,
             quantization=self.model.quantization,
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            expert_parallel=self.resources.expert_parallel,
-            context_parallel=self.resources.context_parallel,
-            redundant_experts=self.resources.redundant_experts,
+            parallel=self.parallel,
             block_size=self.block_size,
             kv_cache_bytes=None if gibibytes is None else int(gibibytes * 2**30),
             num_blocks=self.resources.num_blocks,

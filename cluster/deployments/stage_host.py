@@ -71,7 +71,7 @@ class HostedStage:
 
 def host_stages(settings: WorkerSettings) -> list[HostedStage] | None:
     """Return the hosts of the calling replica's stages behind the first; None where it has one stage."""
-    if settings.pipeline_parallel == 1:
+    if not settings.parallel.has_stages:
         return None
     resources, group = stage_resources(settings), ray.util.get_current_placement_group()
     host = ray.remote(StageHost)
@@ -85,28 +85,28 @@ def host_stages(settings: WorkerSettings) -> list[HostedStage] | None:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, stage),
             ).remote(),
         )
-        for stage in range(1, settings.pipeline_parallel)
+        for stage in range(1, settings.parallel.stages)
     ]
 
 
 def stage_resources(settings: WorkerSettings) -> dict[str, float]:
     """The cores and GPUs of a stage's ranks, by Ray's names."""
-    ranks = settings.tensor_parallel
+    ranks = settings.parallel.tensor_ranks
     resources = {"CPU": float(ranks * settings.threads), "GPU": ranks * settings.resources.gpus}
     return {name: amount for name, amount in resources.items() if amount}
 
 
 def placement_options(settings: WorkerSettings, placement: Placement) -> dict[str, Any]:
     """Serve's options for where a worker's stages are; none where it has one, whose actor says it."""
-    if settings.pipeline_parallel == 1:
+    if not settings.parallel.has_stages:
         return {}
     bundle = {**stage_resources(settings), **placement.node_resources}
     options: dict[str, Any] = {
-        "placement_group_bundles": [bundle] * settings.pipeline_parallel,
+        "placement_group_bundles": [bundle] * settings.parallel.stages,
         "placement_group_strategy": "PACK",
     }
     if placement.node_labels:
-        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)] * settings.pipeline_parallel
+        options["placement_group_bundle_label_selector"] = [dict(placement.node_labels)] * settings.parallel.stages
     return options
 
 

@@ -101,7 +101,7 @@ class _WorkerReplica(Generic[WorkerT]):
             await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         """Score a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
         another."""
         return await self._meant(worker).score_prompt(request)
@@ -164,7 +164,7 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
     """
     stage = stage_resources(settings)
     where = placement.actor_options()
-    if settings.pipeline_parallel > 1:
+    if settings.parallel.has_stages:
         where.pop("label_selector", None)  # its bundle's
     return {
         # All ranks of the first stage are processes of the one replica, so they are on one node.

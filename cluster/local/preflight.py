@@ -34,6 +34,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     import torch
 
     from twostroke.model.cache.memory import MemoryNeed, available_bytes, check_memory_of_all, gibibytes
+    from twostroke.model.costs.sizes import WORKER_BYTES, step_bytes_on_cpu
     from twostroke.model.engine_config import (
         block_bytes,
         check_cores,
@@ -44,7 +45,6 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
         resolve_num_blocks,
     )
     from twostroke.model.served import open_model
-    from twostroke.model.sizes import WORKER_BYTES, check_context_parts, step_bytes_on_cpu
     from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -56,31 +56,27 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
     caches: list[str] = []  # of roles for which nobody says a size
-    held: dict[str, str] = {}  # how each role holds the model
+    forms: dict[str, str] = {}  # how each role holds the model
     for role, section in config.roles.items():
         most = config.counts[role].most
         if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
-        ranks, stages = engine.tensor_parallel, engine.pipeline_parallel
         dtype = resolve_dtype(engine.dtype, found.dtype, device)
-        held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
+        forms[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
         step = step_bytes_on_cpu(model, engine.bounds, dtype.itemsize)
         try:
             resolve_device(engine)
             check_cores(engine)
-            found.check_ranks(ranks, engine.expert_parallel, stages)
-            if engine.context_parallel:
-                check_context_parts(model, ranks, engine.block_size)
+            found.check_ranks(engine.parallel, engine.block_size)
             kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, model, dtype)
-            spare = engine.redundant_experts
-            weights = found.weight_bytes(dtype, engine.quantization, ranks, engine.expert_parallel, stages, spare)
+            weights = found.weight_bytes(dtype, engine.quantization, engine.parallel)
             num_blocks = resolve_num_blocks(engine, model, kv_dtype, weights + step, free)
             resolve_max_context(engine, model, num_blocks)
         except ConfigError as error:
             raise ConfigError(f"{role} workers: {error}") from error
         cache = (num_blocks or 0) * block_bytes(engine, model, kv_dtype)
-        ranks *= stages  # each takes as much as the largest stage's
+        ranks = engine.parallel.num_ranks  # each takes as much as the largest stage's
         if num_blocks is not None and section.num_blocks is None and section.kv_cache_gib is None:
             caches.append(f"{role} {gibibytes(ranks * cache)}")
         needs.append(
@@ -97,11 +93,11 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     if device.type == "cpu":
         rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         check_memory_of_all(needs, rest, free)
-    if len(set(held.values())) == 1:
-        told = held["decode"]
+    if len(set(forms.values())) == 1:
+        form = forms["decode"]
     else:
-        told = " and ".join(f"{how} at {role} workers" for role, how in held.items())
-    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {told} on {device.type}"]
+        form = " and ".join(f"{how} at {role} workers" for role, how in forms.items())
+    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {form} on {device.type}"]
     if str(defaults):
         lines.append(f"Sampling where a request says nothing, by generation_config.json: {defaults}")
     if caches:

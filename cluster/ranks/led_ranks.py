@@ -120,9 +120,9 @@ class LedRanks:
         """
         from twostroke.model.parallel.tensor_parallel import Rendezvous
 
-        has_stages = settings.pipeline_parallel > 1
+        has_stages = settings.parallel.has_stages
         own_host = host if has_stages else LOOPBACK
-        connections = RankConnections(worker=worker, size=settings.num_ranks, network=network)
+        connections = RankConnections(worker=worker, size=settings.parallel.num_ranks, network=network)
         led = cls(connections, Rendezvous(own_host), host if has_stages else None)
         try:
             leader = await connections.listen(own_host)
@@ -134,8 +134,8 @@ class LedRanks:
                 await led._start([(led.own, orders)])
             else:
                 of_stages = [
-                    [order for order in orders if order.rank // settings.tensor_parallel == stage]
-                    for stage in range(settings.pipeline_parallel)
+                    [order for order in orders if order.rank // settings.parallel.tensor_ranks == stage]
+                    for stage in range(settings.parallel.stages)
                 ]
                 await led._start([*zip((led.own, *stages), of_stages, strict=True)])
         except BaseException:

@@ -73,7 +73,7 @@ async def load_rank(
 
     if settings.device == "cuda":
         sys.setswitchinterval(SWITCH_S)
-    gpu = 0 if place is None else place.rank % settings.tensor_parallel
+    gpu = 0 if place is None else place.rank % settings.parallel.tensor_ranks
     config = settings.engine_config(resolve_model_folder(settings.model.path, revision=settings.model.revision), gpu)
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
     loaded = await asyncio.to_thread(load_engine, config, place)

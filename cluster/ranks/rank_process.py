@@ -102,7 +102,7 @@ class _Rank:
 
     async def _work(self) -> None:
         order = self._order
-        host = order.host if order.settings.pipeline_parallel > 1 else None
+        host = order.host if order.settings.parallel.has_stages else None
         place = RankPlace(order.rank, order.rendezvous, host)
         parts = self._parts = await load_rank(order.settings, order.worker, self._network, order.secret, place)
         transfers = self._transfers = RankTransfers(
@@ -157,7 +157,8 @@ class _Rank:
     def _tell_hits(self, parts: RankParts) -> None:
         """Report expert hits from one rank of each stage, because all ranks of a stage have the same. Rank 0 reads
         those of its own stage itself."""
-        if self._order.rank % self._order.settings.tensor_parallel or time.monotonic() < self._told_hits_at + HITS_S:
+        of_stage = self._order.rank % self._order.settings.parallel.tensor_ranks
+        if of_stage or time.monotonic() < self._told_hits_at + HITS_S:
             return
         self._told_hits_at = time.monotonic()
         if (hits := parts.loaded.expert_hits) is not None:

@@ -16,9 +16,8 @@ from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
 from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
 from twostroke.protocol.messages import most_step_bytes
-from twostroke.protocol.network import Network
+from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
@@ -95,11 +94,11 @@ async def load_parts(
             grammars=Grammars(lambda: vocabulary_of(settings, rank.loaded.model_config.vocab_size)),
             vocab_size=rank.loaded.model_config.vocab_size,
             work=rank.loaded.work(),
-            limits=rank.loaded.limits.times(settings.num_ranks),
+            limits=rank.loaded.limits.times(settings.parallel.num_ranks),
             gpu_use=watch_gpu(rank.loaded.kv_cache.tensors[0].device),
         )
 
-    if settings.num_ranks == 1:
+    if settings.parallel.num_ranks == 1:
         rank = await load_rank(settings, peer, network, secret)
         return WorkerParts(equipped(rank, rank.loaded.engine, rank.sender, rank.receiver), rank)
 
@@ -134,9 +133,9 @@ async def load_parts(
         if isinstance(error, RuntimeError):  # torch's own word for ranks that don't come, or are lost
             raise WorkerLost(f"the worker can't start: {ranks.loss or error}") from error
         raise
-    if settings.pipeline_parallel > 1 and (experts := rank.loaded.model_config.num_experts):
+    if settings.parallel.has_stages and (experts := rank.loaded.model_config.num_experts):
         stages_hits = StagesHits(rank.loaded.expert_hits, ranks.expert_hits, rank.store.layout, experts)
-    balance = expert_balance(rank.loaded, settings.tensor_parallel)
+    balance = expert_balance(rank.loaded, settings.parallel.tensor_ranks)
     rebalancing = None if balance is None else Rebalancing(balance.next, rank.loaded.engine.arrange_experts)
     engine = TensorParallelEngine(rank.loaded.engine, ranks, rebalancing)
     sender = RankedSender(rank.sender, ranks, time.monotonic)

@@ -16,6 +16,7 @@ from torch import Tensor
 from twostroke.kvtransfer.link import ON_GPUS, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.transports.host_units import count_units
+from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.kernels.kv_units import (
     DIGEST_BYTES,
     PADDING,
@@ -30,7 +31,6 @@ from twostroke.model.cuda.kernels.kv_units import (
     packed_places,
     paged_places,
 )
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
 
 _WORD_BYTES = 8

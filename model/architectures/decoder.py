@@ -15,16 +15,16 @@ from torch import Tensor
 from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import ModelConfig, Routing
+from twostroke.model.costs.sizes import num_active_parameters
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.tensor_parallel import TensorParallel
-from twostroke.model.sizes import num_active_parameters
 from twostroke.model.step import OnLayer
 
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """What makes latents, which all ranks hold, and queries of this rank's heads that attend to them. Norms are
-    fp32."""
+    """Weights of a layer that attends to latents: the projections to latents, whole on each rank, and this rank's heads
+    of the queries. Norms are fp32."""
 
     down: Linear  # hidden -> latent, and the keys' part that turns
     norm: Tensor  # of the latent
@@ -74,7 +74,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class EndWeights:
-    """What stands before the layers and behind them: the first stage's."""
+    """Embedding, final norm and LM head, which the first stage holds."""
 
     embedding: Tensor | Linear  # [this rank's vocabulary, hidden]; tied ones are the LM head
     embedding_scale: float
@@ -85,7 +85,7 @@ class EndWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All of a decoder, of one rank, on its device."""
+    """Weights of one rank's layers, and of the ends on the first stage, on its device."""
 
     dtype: torch.dtype  # of activations
     layers: tuple[LayerWeights, ...]  # of the rank's stage
@@ -95,7 +95,7 @@ class DecoderWeights:
 class Decoder:
     """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder.
 
-    Of several stages each has a decoder, and they compute a step together: model/pipeline.py.
+    Of several stages each has a decoder, and they compute a step together: model/parallel/pipeline.py.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, backend: Backend, parallel: TensorParallel):
@@ -110,7 +110,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
+        """Dtype of hidden states."""
         return self._weights.dtype
 
     @property
@@ -119,12 +119,12 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """As StepDecoder.vocab_size."""
+        """Implement StepDecoder.vocab_size."""
         return self._config.vocab_size
 
     @property
     def logits_width(self) -> int:
-        """As StepDecoder.logits_width."""
+        """Implement StepDecoder.logits_width."""
         return self._parallel.shard.vocabulary_size(self._config.vocab_size)
 
     @property
@@ -136,16 +136,16 @@ class Decoder:
 
     @property
     def experts(self) -> list[Experts | None]:
-        """Of each layer of the stage; None where it has none."""
+        """Experts of each layer of the stage; None where a layer has none."""
         return [None if layer.routed is None else layer.routed.experts for layer in self._weights.layers]
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """As StepDecoder.forward, of an only stage."""
+        """Implement StepDecoder.forward for a model of one stage."""
         drawn = step.drawing.rows
         # Nobody reads what comes after the last layer's KV, but of the rows that draw.
-        read = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
+        needed = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
         x = self._run_layers(
-            self.embed(step.token_ids), step.layouts, step.kv_tensors, read, self._ends.final_norm, on_layer
+            self.embed(step.token_ids), step.layouts, step.kv_tensors, needed, self._ends.final_norm, on_layer
         )
         if x is None:
             return None
@@ -168,22 +168,23 @@ class Decoder:
         hidden: Tensor,
         layouts: Sequence[BatchLayout],
         kv_tensors: Sequence[Tensor],
-        read: Drawing | None,
+        needed: Drawing | None,
         on_layer: OnLayer | None = None,
     ) -> Tensor | None:
-        """What the stage's layers make of [T, hidden], which may be written into; the last ends without a norm.
+        """Run the stage's layers over hidden states [T, hidden], which may be written into; the last layer ends without
+        a norm.
 
-        `read` names the rows that are needed of the result, of which there are no others then; None: all of them.
+        `needed` names the rows that are needed of the result, of which there are no others then; None: all of them.
         Returns None where none is. `on_layer` as to StepDecoder.forward, with the model's numbers.
         """
-        return self._run_layers(hidden, layouts, kv_tensors, read, None, on_layer)
+        return self._run_layers(hidden, layouts, kv_tensors, needed, None, on_layer)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """[N, hidden] behind the last layer -> what `logits` takes; of the first stage. May write into them."""
         return self._backend.rms_norm(hidden, self._ends.final_norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As StepDecoder.logits; of the first stage."""
+        """Implement StepDecoder.logits, on the first stage."""
         logits = self._ends.lm_head(hidden, out_dtype=torch.float32)
         if self._config.logits_cap:
             logits = self._backend.soft_cap(logits, self._config.logits_cap)
@@ -200,11 +201,11 @@ class Decoder:
         residual: Tensor,
         layouts: Sequence[BatchLayout],
         kv_tensors: Sequence[Tensor],
-        read: Drawing | None,
+        needed: Drawing | None,
         final_norm: Tensor | None,
         on_layer: OnLayer | None,
     ) -> Tensor | None:
-        """As `run_layers`; normalised behind the last layer where there is a norm."""
+        """Run the layers as `run_layers` does, and normalise behind the last one where `final_norm` is given."""
         backend, layers = self._backend, self._weights.layers
         first_norm = layers[0].input_norm
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
@@ -215,11 +216,11 @@ class Decoder:
             if on_layer is not None:  # on CUDA the write is launched
                 on_layer(self._model_layers[index])
             is_last = index == len(layers) - 1
-            if is_last and read is not None:
-                if read.rows.numel() == 0:
+            if is_last and needed is not None:
+                if needed.rows.numel() == 0:
                     return None
-                q, residual = q[read.rows], residual[read.rows]
-                layout = layout.of_last_tokens(read)
+                q, residual = q[needed.rows], residual[needed.rows]
+                layout = layout.of_last_tokens(needed)
             if isinstance(layer.qkv, LatentWeights):
                 x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
             else:
@@ -231,7 +232,7 @@ class Decoder:
         return x
 
     def _write_kv(self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """What of a layer's input goes into the cache. Returns the queries, a row a token."""
+        """Write a layer's keys and values, or latents, into the cache. Returns the queries, one row per token."""
         backend, parallel = self._backend, self._parallel
         if isinstance(layer.qkv, LatentWeights):
             latents = layer.qkv
@@ -248,7 +249,7 @@ class Decoder:
         )
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
-        """This rank's summand of what MLP and experts make of x, or, and then it says so, the whole sum."""
+        """Return the output of MLP and experts, this rank's summand or, with True, the whole sum."""
         backend, mlp, routed = self._backend, layer.mlp, layer.routed
         activation = self._config.activation
         beside = None if mlp is None else backend.feed_forward(x, mlp.gate_up, mlp.down, activation)
@@ -270,8 +271,8 @@ class Decoder:
     def _sum_and_norm(
         self, x: Tensor, residual: Tensor, own_norm: Tensor | None, norm: Tensor | None, is_whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Of a sublayer's summand x of this rank, or its whole sum: what goes into the next one, and the new
-        residual."""
+        """Add a sublayer's output to the residual and normalise. x is this rank's summand, or the whole sum. Returns
+        the input of the next sublayer, and the new residual."""
         eps = self._config.rms_norm_eps
         if own_norm is None and norm is not None and not is_whole:
             fused = self._parallel.sum_add_norm(x, residual, norm, eps)

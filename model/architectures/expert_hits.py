@@ -1,4 +1,5 @@
-"""How often each expert of a model was chosen: counted where choices are put in order, read without waiting for a step.
+"""Counters of how often each expert of a model was chosen. Kernels count where they sort tokens by expert; readers wait
+for no step.
 
 On a CPU the counts are the kernels' own. On a GPU they stay there: now and then a copy to the host is queued behind a
 step, and readers see the last that has come.
@@ -34,7 +35,7 @@ class ExpertHits:
             self._host = torch.zeros((len(counts), len(counts[0])), dtype=torch.int64, pin_memory=True)
 
     def clear(self) -> None:
-        """Begin anew, on the thread of `copy`: what was computed until now was nobody's."""
+        """Reset the counters, on the thread of `copy`: steps before this belong to no request."""
         for hits in self._counts:
             hits.zero_()
         if self._host is not None:
@@ -42,7 +43,7 @@ class ExpertHits:
             self._host.zero_()
 
     def copy(self) -> None:
-        """To be called on the thread that launches steps, between them. Waits for nothing."""
+        """Queue a copy of the counters, between steps, on the thread that launches them. Waits for nothing."""
         if self._host is not None and (now := self._clock()) >= self._copied_at + COPY_S:
             self._copied_at = now
             self._host.copy_(torch.stack(self._counts), non_blocking=True)
@@ -50,31 +51,32 @@ class ExpertHits:
     def read(self) -> NDArray[np.int64]:
         """[layers, experts], counters; zeros for layers without experts. On any thread, steps may be under way."""
         found = self._counts if self._host is None else self._host.unbind()
-        told = iter(found)
+        counts = iter(found)
         return np.stack(
-            [np.zeros(len(found[0]), np.int64) if hits is None else next(told).numpy() for hits in self._layers]
+            [np.zeros(len(found[0]), np.int64) if hits is None else next(counts).numpy() for hits in self._layers]
         )
 
 
 class StagesHits:
-    """The counts of all layers' experts, of a model that stages share: those of rank 0's, and what others told last."""
+    """Counters of all layers' experts where stages share the model: rank 0's own, and the last reports of other
+    stages."""
 
     def __init__(
-        self, own: ExpertHits | None, told: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
+        self, own: ExpertHits | None, reports: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
     ):
-        """`told` is filled by others: of each stage's first rank, hits of its layers. `own` is None where stage 0 has
-        no experts."""
+        """`reports` is filled from outside: the hits of its layers by each stage's first rank. `own` is None where
+        stage 0 has no experts."""
         self._own = own
-        self._told = told
+        self._reports = reports
         self._layout = layout
         self._experts = experts
 
     def read(self) -> NDArray[np.int64]:
-        """As ExpertHits.read, of all layers; zeros of a stage that has not told yet."""
+        """Return counters as ExpertHits.read, of all layers: zeros for a stage that has not reported yet."""
         found = np.zeros((self._layout.num_layers, self._experts), np.int64)
         if self._own is not None:
             found[: len(self._layout.layers_of(0))] = self._own.read()
-        for rank, hits in self._told.items():
+        for rank, hits in self._reports.items():
             layers = self._layout.layers_of(rank)
             found[layers.start : layers.stop] = hits
         return found

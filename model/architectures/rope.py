@@ -25,7 +25,7 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) ->
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
-    """The checkpoint's dimension that comes to each place of a head of queries or keys; None: all stay."""
+    """Return the checkpoint's dimension for each place of a head of queries or keys; None: all stay."""
     rotated = rope.rotated or head_dim
     if rotated == head_dim and not rope.interleaves:
         return None

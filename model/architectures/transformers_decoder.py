@@ -26,13 +26,14 @@ from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import OnLayer
 
 ATTENTION = "twostroke"
-"""What transformers knows our attention by. It makes no masks for a name that it has none for: we need none."""
+"""The name of our attention in transformers, which makes no masks for unknown names; ours needs none."""
 _SEEN_BY = "twostroke_attention"  # attribute of every module that may attend
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a module of transformers hands to its attention. Queries [1, H, T, D]; keys and values [1, G, T, D]."""
+    """Arguments that a module of transformers passes to its attention. Queries [1, H, T, D]; keys and values [1, G, T,
+    D]."""
 
     module: nn.Module
     query: Tensor
@@ -42,7 +43,7 @@ class AttentionCall:
     window: int  # 0: none
     soft_cap: float  # 0: none
     sinks: Tensor | None  # [H]
-    others: dict[str, Any]  # what else it said, for whoever checks whether we may ignore it
+    others: dict[str, Any]  # its other arguments, to check that they may be ignored
 
 
 def _attend(
@@ -111,7 +112,7 @@ def _logits(model: Any, token_ids: Tensor, positions: Tensor, rows: Tensor) -> T
 
 
 class ProjectionModule(nn.Module):
-    """In the place of an nn.Linear or its like: one of ours."""
+    """Replaces an nn.Linear or a Conv1D by a projection of the backend."""
 
     def __init__(self, linear: Linear, parallel: TensorParallel, *, sums: bool, splits: bool, gathers: bool):
         """`sums`: this rank's result is a summand. `splits`: it takes its part of an input that is whole. `gathers`:
@@ -137,7 +138,7 @@ class ProjectionModule(nn.Module):
 
 
 class HeadModule(nn.Module):
-    """In the place of the LM head: this rank's logits, fp32."""
+    """Replaces the LM head: computes this rank's logits in fp32."""
 
     def __init__(self, linear: Linear):
         super().__init__()
@@ -151,7 +152,8 @@ class HeadModule(nn.Module):
 
 
 class EmbeddingModule(nn.Module):
-    """In the place of the token embedding: this rank's rows, or the LM head that has them, summed over the ranks."""
+    """Replaces the token embedding: looks up this rank's rows, or those of the shared LM head, and sums over the
+    ranks."""
 
     def __init__(
         self, table: Tensor | Linear, first: int, dtype: torch.dtype, backend: Backend, parallel: TensorParallel
@@ -170,7 +172,7 @@ class EmbeddingModule(nn.Module):
 
 
 class NormModule(nn.Module):
-    """In the place of an RMSNorm that computes what ours does."""
+    """Replaces an RMSNorm that computes what ours does."""
 
     def __init__(self, weight: Tensor, eps: float, backend: Backend):
         super().__init__()
@@ -244,16 +246,16 @@ class TransformersDecoder:
 
     @property
     def vocab_size(self) -> int:
-        """As StepDecoder.vocab_size."""
+        """Implement StepDecoder.vocab_size."""
         return self._vocab_size
 
     @property
     def logits_width(self) -> int:
-        """As StepDecoder.logits_width."""
+        """Implement StepDecoder.logits_width."""
         return self._parallel.shard.vocabulary_size(self._vocab_size)
 
     def forward(self, step: StepInput, on_layer: OnLayer | None = None) -> Tensor | None:
-        """As StepDecoder.forward. The last layer computes all of its rows."""
+        """Implement StepDecoder.forward. The last layer computes all of its rows."""
         rows, positions = step.drawing.rows, step.layouts[0].positions
         self._step, self._on_layer = step, on_layer
         if step.on_hidden is None:
@@ -269,8 +271,8 @@ class TransformersDecoder:
         return logits.float() if rows.numel() else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As StepDecoder.logits: by the model's own `forward`, which does more than the LM head in some families, over
-        hidden states that are given instead of computed."""
+        """Implement StepDecoder.logits with the model's own `forward` over given hidden states: some families do more
+        than the LM head there."""
         rows = torch.arange(len(hidden), device=hidden.device)
         given = copy.copy(self._below)
         given.last_hidden_state = hidden[None]

@@ -3,15 +3,12 @@ for a layer of each group (protocol/kv_layout.py). Of latents they are [num_bloc
 share each block's tokens with this rank's part of block_size.
 
 A block of a tensor is contiguous, and within it each head's keys and values are: what a transfer moves is one piece.
-Which block belongs to whom is the block pool's business, not ours.
+The block pool decides which block belongs to which sequence.
 
 On a CPU the cache is a memfd, mapped MAP_SHARED, so that other processes of this machine can read it where it lies. A
 memfd has no name, so a killed process leaves nothing behind, and no mount limits it: the 64 MB that containers get for
-/dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so whoever has mapped it can't
-meet a SIGBUS, and nobody but its maker ever writes into it.
-
-A LayerAnnouncer tells of layers whose KV is in a GPU's cache, while the GPU computes on: the thread that launches steps
-waits for none of them.
+/dev/shm don't count, the cgroup's memory limit does. It can neither shrink nor grow, so a process that has mapped it
+never gets a SIGBUS, and only its creator writes into it.
 """
 
 import contextlib
@@ -21,10 +18,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -33,7 +27,7 @@ from torch import Tensor
 from twostroke.model.batch import place
 from twostroke.model.cache.memory import available_bytes, gibibytes
 from twostroke.model.config import ModelShape
-from twostroke.model.launched_work import LaunchedWork
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -42,13 +36,6 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 64 * 1024 * 1024  # allocated at a time: a signal undoes the piece under way
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1, not among fcntl's names
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EOVERFLOW}
-
-
-class Waited(Protocol):
-    """Work of a device: LaunchedWork."""
-
-    def synchronize(self) -> None:
-        """Return once it is done."""
 
 
 class KVCache:
@@ -65,7 +52,7 @@ class KVCache:
         self.num_blocks: int = tensors[0].shape[0]
         self.block_size = layout.block_size  # tokens
         # Those of each block that are here, where other ranks have the rest.
-        self.held = layout.tokens_of(rank) if layout.context_ranks > 1 else None
+        self.local_tokens = layout.tokens_of(rank) if layout.context_ranks > 1 else None
         self.block_bytes = layout.block_bytes  # of one tensor
 
     def close(self) -> None:
@@ -77,7 +64,7 @@ class KVCache:
         device = self.tensors[0].device
         from_, to = place(np.array(sources, np.int64), device), place(np.array(targets, np.int64), device)
         for tensor in self.tensors:
-            content = tensor.view(torch.uint8)  # torch has no such copies of FP8 on CPUs
+            content = tensor.view(torch.uint8)  # torch can't index-copy FP8 on CPUs
             content.index_copy_(0, to, content.index_select(0, from_))
 
 
@@ -93,7 +80,8 @@ class SharedKVCache(HostKVCache):
     """A cache in host memory that processes of this machine can map and read: a SharedStore."""
 
     def __init__(self, tensors: list[Tensor], layout: KVLayout, rank: int, memory_fd: int, layer_stride: int):
-        """The descriptor of a memfd with all layers, which is closed with the cache, or when nobody has it any more."""
+        """Take the descriptor of a memfd with all layers. It is closed with the cache, or when the cache is
+        collected."""
         super().__init__(tensors, layout, rank)
         self._memory_fd = memory_fd
         self._close_fd = weakref.finalize(self, os.close, memory_fd)
@@ -101,13 +89,13 @@ class SharedKVCache(HostKVCache):
 
     @property
     def memory_fd(self) -> int:
-        """Of the memfd. Raises ValueError once the cache is closed."""
+        """Descriptor of the memfd. Raises ValueError once the cache is closed."""
         if not self._close_fd.alive:
             raise ValueError("the KV cache is closed")
         return self._memory_fd
 
     def layer_offset(self, layer: int) -> int:
-        """Where a layer begins in the memfd, in bytes: on a page."""
+        """Return the offset of a layer in the memfd, in bytes: a multiple of the page size."""
         return layer * self._layer_stride
 
     def close(self) -> None:
@@ -120,7 +108,7 @@ class DeviceKVCache(KVCache):
 
     @property
     def device(self) -> str:
-        """As torch names it, `cuda:0`."""
+        """The device in torch's notation, `cuda:0`."""
         return str(self.tensors[0].device)
 
     def layer_tensor(self, layer: int) -> Tensor:
@@ -135,16 +123,12 @@ def make_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
     model_digest: str,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    context_ranks: int = 1,
+    parallel: ParallelForm = ONE_RANK,
     rank: int = 0,
 ) -> KVCache:
     """A rank's cache on `device`; on CPUs one that others can map, where the system has memfds.
 
-    `rank` is one of `pp_size` stages of `tp_size` ranks, of which `context_ranks` share each block's tokens.
-
-    Raises ConfigError where the host has too little memory.
+    `rank` is one of the ranks of all stages. Raises ConfigError where the host has too little memory.
     """
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(
@@ -154,11 +138,11 @@ def make_kv_cache(
         config.num_kv_heads,
         config.head_dim,
         block_size,
-        tp_size=tp_size,
+        tp_size=parallel.tensor_ranks,
         windows=config.windows,
         kinds=config.kv_kinds,
-        pp_size=pp_size,
-        context_ranks=context_ranks,
+        pp_size=parallel.stages,
+        context_ranks=parallel.context_ranks,
     )
     num_tensors = layout.groups_of(rank).num_tensors
     shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)
@@ -211,62 +195,3 @@ def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         undo.pop_all()
     return fd, memory
-
-
-class LayerAnnouncer:
-    """Tells of layers whose KV a GPU has written, on a thread of its own that lives from step to step.
-
-    So the thread that launches a step waits for none of its layers. For the use of that one thread.
-    """
-
-    def __init__(self, begin: Callable[[], None], record: Callable[[], Waited]):
-        """`begin` is called first on the announcer's thread. `record` gives what is launched so far."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="layer-announcer")
-        self._begun = self._thread.submit(begin)
-        self._record = record
-
-    def step(self, on_layer: Callable[[int], None]) -> "StepAnnouncements":
-        """Return the announcements of the step that is about to be launched."""
-        return StepAnnouncements(self._thread, self._begun, self._record, on_layer)
-
-    def close(self) -> None:
-        """End the thread, once what was announced so far has been told."""
-        self._thread.shutdown(wait=True)
-
-
-class StepAnnouncements:
-    """Calls `on_layer(i)` for the layers of one step, in order, each once what writes its KV has run."""
-
-    def __init__(
-        self,
-        thread: ThreadPoolExecutor,
-        begun: "Future[None]",
-        record: Callable[[], Waited],
-        on_layer: Callable[[int], None],
-    ):
-        self._thread = thread
-        self._record = record
-        self._on_layer = on_layer
-        self._last = begun
-
-    def announce(self, layer: int) -> None:
-        """Have the layer told once what is launched so far has run, its KV's write last. Never waits."""
-        self._last = self._thread.submit(self._tell, self._last, layer, self._record())
-
-    def result(self) -> None:
-        """Wait until all that was announced has been told. Raises the first error of a call, or of the device, after
-        which no further layer of the step is told."""
-        self._last.result()
-
-    def _tell(self, before: "Future[None]", layer: int, event: Waited) -> None:
-        before.result()  # its error is this one's, too
-        event.synchronize()
-        self._on_layer(layer)
-
-
-def layer_announcer(device: torch.device) -> LayerAnnouncer | None:
-    """Return an announcer for `device`; None on CPUs, where a layer's KV is written when its call returns."""
-    if device.type != "cuda":
-        return None
-
-    return LayerAnnouncer(partial(torch.cuda.set_device, device), partial(LaunchedWork, device))

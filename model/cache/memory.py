@@ -1,4 +1,4 @@
-"""How much memory an engine may take, and what weights and the largest step leave of it for the KV cache.
+"""Memory that an engine may take, and what weights and the largest step leave of it for the KV cache.
 
 On a GPU the step is measured (model/load.py). On CPUs the cache has an explicit size, and the step is estimated:
 the largest one would take seconds there.
@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from twostroke.model.sizes import CUDA_CONTEXT_BYTES
+from twostroke.model.costs.sizes import CUDA_CONTEXT_BYTES
 from twostroke.protocol.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class GpuMemory:
 
 
 def cache_bytes_on_gpu(memory: GpuMemory) -> int:
-    """What is left for the KV cache. Raises ConfigError, with the arithmetic, where nothing is."""
+    """Return the bytes that remain for the KV cache. Raises ConfigError, with the arithmetic, where none do."""
     allowed = int(memory.total * memory.share)
     ahead = memory.peak_step + memory.graphs + memory.staging
     outside = CUDA_CONTEXT_BYTES + memory.communicators
@@ -54,11 +54,11 @@ LEAST_HOST_CACHE = 2**28
 
 
 def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int) -> int:
-    """Of one rank's KV cache on a CPU where nobody says how much: its part of a tenth of what is `free`, and at least
+    """Return the default bytes of one rank's KV cache on a CPU: its part of a tenth of the `free` memory, and at least
     four full contexts if there is room for them.
 
     `ranks` share the host. Room is half of what its equal part of the memory has left beside what the rank has
-    `needed` for weights and steps. Where that is next to nothing, a small cache lets the sum be checked and told.
+    `needed` for weights and steps. Where that is next to nothing, a small cache lets `check_memory` name the whole sum.
     """
     wanted = max(int(free * HOST_SHARE) // ranks, FULL_CONTEXTS * full_context)
     return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
@@ -77,7 +77,7 @@ def check_memory(device: str, *, weights: int, cache: int, step: int, free: int)
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """What the workers of one role take of a host, bytes of one of them with all its ranks."""
+    """Memory that the workers of one role take of a host, in bytes of one worker with all its ranks."""
 
     role: str
     replicas: int
@@ -89,7 +89,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """Of one worker."""
+        """Bytes of one worker."""
         return self.weights + self.cache + self.step + self.swap + self.processes
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def check_memory_of_all(needs: Sequence[MemoryNeed], rest: int, free: int) -> No
 
 
 def describe_cache(num_blocks: int, block_size: int, block_bytes: int, requests: float, max_context: int) -> str:
-    """For people: how much a cache holds. `requests` of the full context."""
+    """Describe a cache's capacity in one line. `requests` is the number of full contexts that fit."""
     return (
         f"KV cache {gibibytes(num_blocks * block_bytes)}: {num_blocks} blocks of {block_size} tokens, room for "
         f"{requests:.1f} requests of the full context of {max_context} tokens"
@@ -131,7 +131,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def gibibytes(count: int) -> str:
-    """For people: `1.50 GiB`, in MiB below one."""
+    """Format bytes as `1.50 GiB`, in MiB below one."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -143,13 +143,15 @@ def _host_bytes() -> int:
 
 
 def _cgroup_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each limit on this process leaves, page cache counted as free; empty without a limit."""
+    """Return the bytes that each cgroup limit on this process leaves, page cache counted as free; empty without a
+    limit."""
     found = (_left(root / folder, *names) for folder, names in _limited_folders(own))
     return [left for left in found if left is not None]
 
 
 def _limited_folders(own: Path) -> list[tuple[PurePosixPath, tuple[str, str]]]:
-    """Where limits on this process may be, relative to the hierarchy's root, and the files of limit and usage there.
+    """Return the folders that may limit this process, relative to the hierarchy's root, with their files of limit and
+    usage.
 
     Its own group's and those around it: a service's limit is not at the root. In a container its own group is the root,
     whatever path the host knows it by.
@@ -176,7 +178,7 @@ def _left(folder: Path, limit: str, usage: str) -> int | None:
         used = int((folder / usage).read_text(encoding="ascii"))
         fields = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
-        return None  # this host has no such file: no such limit
+        return None  # this host lacks the file: there is no limit
     if most == "max":
         return None
     return max(0, int(most) - used + int(fields.get("inactive_file", fields.get("total_inactive_file", "0"))))

@@ -14,11 +14,12 @@ from twostroke.model.step import BlockCopy
 from twostroke.protocol.errors import ConfigError
 
 _STAGED_BYTES = 32 * 2**20
-"""Of a layer that cross the bus at a time: room on the GPU that the measured steps leave."""
+"""Bytes of a layer that cross the bus at a time: they fit into GPU memory that the measured steps leave."""
 
 
 class SwapSpace:
-    """As many more blocks on one rank, laid out as the cache's. Copies are made on the engine's thread, between steps.
+    """Additional blocks in host memory on one rank, laid out as the cache's. Copies are made on the engine's thread,
+    between steps.
 
     Which block holds what is the scheduler's business. On a CPU, memory that is never used is never taken.
     """
@@ -27,7 +28,7 @@ class SwapSpace:
         """Raises ConfigError where so much memory can't be had."""
         self.num_blocks = num_blocks
         self.block_bytes = kv_cache.block_bytes * len(kv_cache.tensors)
-        """Of one block in all tensors, on this rank."""
+        """Bytes of one block in all tensors, on this rank."""
         self.num_bytes = 0  # counter: copied so far, both ways
         self.seconds = 0.0  # counter: that took
         self._cache = kv_cache
@@ -72,7 +73,7 @@ def _copy_runs(blocks: Tensor, host: Tensor, runs: Sequence[tuple[int, int, int]
 
 
 def copy_over_bus(cache_layers: Sequence[Tensor], host_layers: Sequence[Tensor], copy: BlockCopy) -> None:
-    """Through a contiguous tensor on the device, since a copy across the bus for each block would be slow.
+    """Copy blocks through a contiguous tensor on the device: a copy across the bus for each block would be slow.
 
     Only queued on the current stream.
     """
@@ -93,7 +94,8 @@ def _pin(tensor: Tensor) -> None:
 
 
 def _unpin(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Before the memory goes back to the system; on any thread, which must not get a context on another GPU for it."""
+    """Unpin memory before it returns to the system. Runs on any thread, which must not get a context on another GPU by
+    this."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for tensor in tensors:

@@ -24,7 +24,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def is_native(raw: Mapping[str, Any]) -> bool:
-    """Whether a parsed config.json is of a family of ours."""
+    """Return True if a parsed config.json is of a native family."""
     return _family(raw) is not None
 
 

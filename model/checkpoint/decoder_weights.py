@@ -38,11 +38,10 @@ from twostroke.model.config import (
     Projection,
     Quantization,
 )
+from twostroke.model.costs.sizes import head_name, of_expert, of_lm_head
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
-from twostroke.model.parallel.stages import ONLY_STAGE, Stage
-from twostroke.model.parallel.tensor_parallel import WHOLE_MODEL, Shard
-from twostroke.model.sizes import head_name, of_expert, of_lm_head
+from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 
 _Weight = Tensor | QuantizedWeight
 
@@ -56,196 +55,256 @@ def load_decoder_weights(
     stage: Stage = ONLY_STAGE,
     context_parts: ContextParts | None = None,
 ) -> DecoderWeights:
-    """Those of one rank of a stage, of which it reads its slices alone. Raises ConfigError.
+    """Return the weights of one rank of a stage, which reads only its own slices. Raises ConfigError.
 
     `context_parts` as to Backend.make_latent_attention.
     """
-    dtype, device, quantization = options.dtype, options.device, options.quantization
+    return _DecoderLoader(checkpoint, config, options, backend, shard, context_parts).load(stage)
 
-    def weight(name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
-        """In the checkpoint's form, or as the setting asks for another."""
-        found = checkpoint.weight(name, rows, columns)
+
+class _RankTensors:
+    """Reads a checkpoint's tensors as one rank holds them: on its device, in its dtype, as projections."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions, backend: Backend, shard: Shard
+    ):
+        self.device, self.dtype, self.quantization = options.device, options.dtype, options.quantization
+        self._checkpoint = checkpoint
+        self._backend = backend
+        self._shard = shard
+        self._adds_one = config.spec.norms_add_one
+        order = head_order(config.rope, config.rotary_dim)
+        self.orders = {} if order is None else _orders(config, order)
+
+    def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> _Weight:
+        """Return a weight in the checkpoint's form, or dequantised where the setting asks for another form."""
+        found = self._checkpoint.weight(name, rows, columns)
         if isinstance(found, Tensor):
-            return found.to(device=device, dtype=dtype).contiguous()
-        return found.to(device) if quantization == "auto" else found.dequantized(dtype).to(device)
+            return found.to(device=self.device, dtype=self.dtype).contiguous()
+        return found.to(self.device) if self.quantization == "auto" else self.plain(found).to(self.device)
 
-    def kept(name: str, rows: slice = WHOLE) -> Tensor:
-        """A tensor that is used as it is: copied, or one view would keep the whole file mapped."""
-        return checkpoint.tensor(name, rows).to(device=device, dtype=dtype, copy=True)
+    def plain(self, weight: _Weight) -> Tensor:
+        """Return a weight without quantisation."""
+        return weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
 
-    def rows_within(part: Projection, rows: slice) -> slice:
-        return slice(part.first_row + rows.start, part.first_row + rows.stop)
+    def kept(self, name: str, rows: slice = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of a tensor that is used as it is: one view would keep the whole file mapped."""
+        return self._checkpoint.tensor(name, rows).to(device=self.device, dtype=dtype or self.dtype, copy=True)
 
-    def rows_of(prefix: str, part: Projection, rows: slice) -> Tensor | QuantizedWeight:
-        """This rank's, those that kernels turn in the order in which they do."""
-        found = weight(f"{prefix}{part.name}.weight", rows_within(part, rows))
-        if part not in orders:
-            return found
-        places = in_order(torch.arange(rows.stop - rows.start), orders[part])
-        return found[places] if isinstance(found, Tensor) else found.rows(places)
+    def norm(self, name: str, rows: slice = WHOLE) -> Tensor:
+        """Return the weight of an RMSNorm in fp32."""
+        weight = self.kept(f"{name}.weight", rows, torch.float32)
+        return weight.add_(1) if self._adds_one else weight
 
-    def bias_of(prefix: str, part: Projection, rows: slice) -> Tensor:
-        return in_order(kept(f"{prefix}{part.name}.bias", rows_within(part, rows)), orders.get(part))
+    def table(self, name: str, rows: slice) -> Tensor | Linear:
+        """Return the embedding, quantised where the checkpoint's is."""
+        found = self._checkpoint.weight(name, rows)
+        if isinstance(found, Tensor):
+            return self.kept(name, rows)
+        held = found.to(self.device)
+        return self.linear(held, None) if self.quantization == "auto" else self.plain(held)
 
-    def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
-        """Rows of heads, each head's in this order."""
-        return rows if of_head is None else rows.view(-1, len(of_head), *rows.shape[1:])[:, of_head].reshape(rows.shape)
+    def linear(self, weight: _Weight, bias: Tensor | None, quantization: Quantization | None = None) -> Linear:
+        return self._backend.make_linear(weight, bias, quantization or self.quantization, self.dtype)
 
-    def linear(weight: Tensor | QuantizedWeight, bias: Tensor | None, held: Quantization = quantization) -> Linear:
-        return backend.make_linear(weight, bias, held, dtype)
-
-    def by_rows(prefix: str, parts: dict[Projection, slice]) -> Linear:
-        """One projection that computes all of these, each for its rows: all have a bias, or none."""
-        weights = [rows_of(prefix, part, rows) for part, rows in parts.items()]
-        biases = [bias_of(prefix, part, rows) for part, rows in parts.items() if part.has_bias]
+    def by_rows(self, prefix: str, parts: dict[Projection, slice]) -> Linear:
+        """Return one projection that computes all of these, each for its rows: all have a bias, or none."""
+        weights = [self._rows(prefix, part, rows) for part, rows in parts.items()]
+        biases = [
+            in_order(self.kept(f"{prefix}{part.name}.bias", _rows_within(part, rows)), self.orders.get(part))
+            for part, rows in parts.items()
+            if part.has_bias
+        ]
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         together = one_below_the_other(quantized) if len(quantized) == len(weights) else None
-        if together is None:
-            plain = [found if isinstance(found, Tensor) else found.dequantized(dtype) for found in weights]
-            return linear(torch.cat(plain), torch.cat(biases) if biases else None)
-        return linear(together, torch.cat(biases) if biases else None)
+        weight = torch.cat([self.plain(found) for found in weights]) if together is None else together
+        return self.linear(weight, torch.cat(biases) if biases else None)
 
-    def norm(name: str, rows: slice = WHOLE) -> Tensor:
-        weight = checkpoint.tensor(f"{name}.weight", rows).to(device=device, dtype=torch.float32, copy=True)
-        return weight.add_(1) if spec.norms_add_one else weight
-
-    def norm_if_any(prefix: str, name: str | None) -> Tensor | None:
-        return None if name is None else norm(f"{prefix}{name}")
-
-    def by_columns(prefix: str, projection: Projection, columns: slice) -> Linear:
-        """This rank's summand; the bias counts once among them."""
+    def by_columns(self, prefix: str, projection: Projection, columns: slice) -> Linear:
+        """Return the projection of this rank's summand; the bias counts once among the ranks."""
         name = f"{prefix}{projection.name}"
-        bias = kept(f"{name}.bias") if projection.has_bias and shard.rank == 0 else None
-        return linear(weight(f"{name}.weight", columns=columns), bias)
+        bias = self.kept(f"{name}.bias") if projection.has_bias and self._shard.rank == 0 else None
+        return self.linear(self.weight(f"{name}.weight", columns=columns), bias)
 
-    heads, groups = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
-    query_rows, kv_rows = (of_heads(part, config.head_dim) for part in (heads, groups))
-    vocabulary = shard.vocabulary(config.vocab_size)
-    spec, parts = config.spec, config.spec.layer
-    order = head_order(config.rope, config.rotary_dim)
-    orders = {} if order is None else _orders(config, order)
-    layers = stage.layers(config.num_layers)
-    tables = {
-        rope: cos_sin_table(rope, config.rotary_dim, options.max_context).to(device)
-        for rope in {config.rope_of(index) for index in layers}
-    }
+    def whole(self, prefix: str, part: Projection) -> Linear:
+        """Return a small projection that must stay exact: whole on each rank, and never quantised."""
+        bias = self.kept(f"{prefix}{part.name}.bias") if part.has_bias else None
+        return self.linear(self.weight(f"{prefix}{part.name}.weight"), bias, "none")
 
-    def head_norms(prefix: str) -> HeadNorms | None:
-        if parts.q_norm is None:
-            return None
-        q, k = (in_order(norm(f"{prefix}{name}"), order) for name in (parts.q_norm, parts.k_norm))
-        return HeadNorms(q, k, config.rms_norm_eps)
+    def _rows(self, prefix: str, part: Projection, rows: slice) -> _Weight:
+        """Return this rank's rows, in the order in which kernels rotate them."""
+        found = self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
+        if part not in self.orders:
+            return found
+        places = in_order(torch.arange(rows.stop - rows.start), self.orders[part])
+        return found[places] if isinstance(found, Tensor) else found.rows(places)
 
-    def row_norms(prefix: str) -> RowNorms | None:
-        if parts.q_row_norm is None or parts.k_row_norm is None:
-            return None
-        named = ((parts.q_row_norm, query_rows), (parts.k_row_norm, kv_rows))
-        q, k = (in_order(norm(f"{prefix}{name}", rows), order) for name, rows in named)
-        return RowNorms(q, k, shard.size, config.rms_norm_eps)
 
-    def table(name: str) -> Tensor | Linear:
-        found = checkpoint.weight(name, vocabulary)
-        if isinstance(found, Tensor):
-            return kept(name, vocabulary)
-        return linear(found.to(device), None) if quantization == "auto" else found.dequantized(dtype).to(device)
+class _DecoderLoader:
+    """Builds one rank's layers and ends from its tensors."""
 
-    scale = config.attention_scale or config.head_dim**-0.5
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        options: LoadOptions,
+        backend: Backend,
+        shard: Shard,
+        context_parts: ContextParts | None,
+    ):
+        self._checkpoint = checkpoint
+        self._config = config
+        self._options = options
+        self._backend = backend
+        self._shard = shard
+        self._context_parts = context_parts
+        self._tensors = _RankTensors(checkpoint, config, options, backend, shard)
+        self._experts = _ExpertsLoader(checkpoint, options, shard)
+        self._order = head_order(config.rope, config.rotary_dim)
+        self._heads = shard.part(config.num_heads)
+        self._query_rows = of_heads(self._heads, config.head_dim)
+        self._kv_rows = of_heads(shard.kv_heads(config.num_kv_heads), config.head_dim)
 
-    def latent_weights(prefix: str, latent: LatentSpec, sizes: LatentSizes) -> LatentWeights:
-        down, query_down = latent.down, latent.query_down
-        up = weight(f"{prefix}{parts.k.name}.weight", of_heads(heads, sizes.key + sizes.value))
-        both = (up if isinstance(up, Tensor) else up.dequantized(dtype)).view(-1, sizes.key + sizes.value, sizes.rank)
-        keys, values = both[:, : sizes.key], both[:, parts.v.first_row :].transpose(1, 2)
-        return LatentWeights(
-            down=by_rows(prefix, {down: slice(0, sizes.rank + sizes.rotary)}),
-            norm=norm(f"{prefix}{latent.norm}"),
-            query_down=None if query_down is None else by_rows(prefix, {query_down: slice(0, sizes.query_rank)}),
-            query_norm=norm_if_any(prefix, latent.query_norm),
-            query=by_rows(prefix, {parts.q: of_heads(heads, sizes.query)}),
-            eps=latent.norm_eps,
-            attention=backend.make_latent_attention(LatentHeads(keys, values, config.attention_scale), context_parts),
-        )
+    def load(self, stage: Stage) -> DecoderWeights:
+        """Return the layers of `stage`, and the ends on the first one."""
+        config, layers = self._config, stage.layers(self._config.num_layers)
+        tables = {
+            rope: cos_sin_table(rope, config.rotary_dim, self._options.max_context).to(self._options.device)
+            for rope in {config.rope_of(index) for index in layers}
+        }
+        loaded = tuple(self._layer(index, tables[config.rope_of(index)]) for index in layers)
+        return DecoderWeights(self._options.dtype, loaded, self._ends() if stage.is_first else None)
 
-    def fp32(name: str, rows: slice = WHOLE) -> Tensor:
-        return checkpoint.tensor(name, rows).to(device=device, dtype=torch.float32, copy=True)
-
-    def sinks(prefix: str) -> Tensor | None:
-        return None if parts.sinks is None else fp32(f"{prefix}{parts.sinks}", shard.part(config.num_heads))
-
-    def kv_scales(index: int) -> KVScales:
-        return KVScales(*checkpoint.kv_scales(index)) if options.kv_dtype == torch.float8_e4m3fn else AS_THEY_ARE
-
-    def mlp(prefix: str, spec: MlpSpec | None) -> MlpWeights | None:
-        if spec is None:
-            return None
-        inner = shard.part(spec.size)
-        return MlpWeights(by_rows(prefix, {spec.gate: inner, spec.up: inner}), by_columns(prefix, spec.down, inner))
-
-    def routed(prefix: str, spec: ExpertsSpec | None) -> RoutedWeights | None:
-        if spec is None:
-            return None
-        weights = experts.weights(prefix, spec)
-
-        def whole(part: Projection) -> Linear:
-            """What is small, and must not be wrong."""
-            bias = kept(f"{prefix}{part.name}.bias") if part.has_bias else None
-            return linear(weight(f"{prefix}{part.name}.weight"), bias, "none")
-
-        return RoutedWeights(
-            router=whole(spec.router),
-            correction=None if spec.correction is None else fp32(f"{prefix}{spec.correction}"),
-            routing=spec.routing,
-            experts=backend.make_experts(weights, config.activation, quantization, dtype),
-            shared_gate=None if spec.shared_gate is None else whole(spec.shared_gate),
-        )
-
-    experts = _ExpertsReader(checkpoint, options, shard)
-
-    def layer(index: int) -> LayerWeights:
-        prefix = f"{spec.layers}.{index}."
+    def _layer(self, index: int, cos_sin: Tensor) -> LayerWeights:
+        config, parts = self._config, self._config.spec.layer
+        prefix = f"{config.spec.layers}.{index}."
         if parts.latent is None or config.latent is None:
-            qkv: Linear | LatentWeights = by_rows(prefix, {parts.q: query_rows, parts.k: kv_rows, parts.v: kv_rows})
-            mixed = query_rows
+            rows = {parts.q: self._query_rows, parts.k: self._kv_rows, parts.v: self._kv_rows}
+            qkv: Linear | LatentWeights = self._tensors.by_rows(prefix, rows)
+            mixed = self._query_rows
         else:
-            qkv, mixed = latent_weights(prefix, parts.latent, config.latent), of_heads(heads, config.latent.value)
+            qkv = self._latents(prefix, parts.latent, config.latent)
+            mixed = of_heads(self._heads, config.latent.value)
         return LayerWeights(
-            input_norm=norm_if_any(prefix, parts.input_norm),
+            input_norm=self._norm_if_any(prefix, parts.input_norm),
             qkv=qkv,
-            output=by_columns(prefix, parts.output, mixed),
-            mlp_norm=norm_if_any(prefix, parts.mlp_norm),
-            mlp=mlp(prefix, config.mlp_of(index)),
-            routed=routed(prefix, config.experts_of(index)),
-            cos_sin=tables[config.rope_of(index)],
-            head_norms=head_norms(prefix),
-            row_norms=row_norms(prefix),
-            attention=AttentionForm(scale, config.window(index), config.soft_cap, sinks(prefix), kv_scales(index)),
-            attention_norm=norm_if_any(prefix, parts.attention_norm),
-            output_norm=norm_if_any(prefix, parts.output_norm),
+            output=self._tensors.by_columns(prefix, parts.output, mixed),
+            mlp_norm=self._norm_if_any(prefix, parts.mlp_norm),
+            mlp=self._mlp(prefix, config.mlp_of(index)),
+            routed=self._routed(prefix, config.experts_of(index)),
+            cos_sin=cos_sin,
+            head_norms=self._head_norms(prefix),
+            row_norms=self._row_norms(prefix),
+            attention=self._attention_form(prefix, index),
+            attention_norm=self._norm_if_any(prefix, parts.attention_norm),
+            output_norm=self._norm_if_any(prefix, parts.output_norm),
         )
 
-    def ends() -> EndWeights:
-        lm_head = linear(weight(head_name(config), vocabulary), None, of_lm_head(quantization))
+    def _ends(self) -> EndWeights:
+        """Return the embedding, the final norm and the LM head, the tables for this rank's part of the vocabulary."""
+        config, tensors = self._config, self._tensors
+        vocabulary = self._shard.vocabulary(config.vocab_size)
+        weight = tensors.weight(head_name(config), vocabulary)
+        lm_head = tensors.linear(weight, None, of_lm_head(self._options.quantization))
+        embedding: Tensor | Linear = lm_head
+        if not config.tie_word_embeddings:
+            embedding = tensors.table(f"{config.spec.embedding}.weight", vocabulary)
         embedding_scale = config.embedding_scale
         if config.rounds_embedding_scale:
-            embedding_scale = torch.tensor(embedding_scale).to(dtype).item()
+            embedding_scale = torch.tensor(embedding_scale).to(self._options.dtype).item()
         return EndWeights(
-            embedding=lm_head if config.tie_word_embeddings else table(f"{spec.embedding}.weight"),
+            embedding=embedding,
             embedding_scale=embedding_scale,
             first_token=vocabulary.start,
-            final_norm=norm(spec.final_norm) * config.logits_scale,
+            final_norm=tensors.norm(config.spec.final_norm) * config.logits_scale,
             lm_head=lm_head,
         )
 
-    return DecoderWeights(dtype, tuple(map(layer, layers)), ends() if stage.is_first else None)
+    def _latents(self, prefix: str, latent: LatentSpec, sizes: LatentSizes) -> LatentWeights:
+        config, parts, tensors = self._config, self._config.spec.layer, self._tensors
+        down, query_down = latent.down, latent.query_down
+        up = tensors.weight(f"{prefix}{parts.k.name}.weight", of_heads(self._heads, sizes.key + sizes.value))
+        both = tensors.plain(up).view(-1, sizes.key + sizes.value, sizes.rank)
+        keys, values = both[:, : sizes.key], both[:, parts.v.first_row :].transpose(1, 2)
+        heads = LatentHeads(keys, values, config.attention_scale)
+        query_rows = slice(0, sizes.query_rank)
+        return LatentWeights(
+            down=tensors.by_rows(prefix, {down: slice(0, sizes.rank + sizes.rotary)}),
+            norm=tensors.norm(f"{prefix}{latent.norm}"),
+            query_down=None if query_down is None else tensors.by_rows(prefix, {query_down: query_rows}),
+            query_norm=self._norm_if_any(prefix, latent.query_norm),
+            query=tensors.by_rows(prefix, {parts.q: of_heads(self._heads, sizes.query)}),
+            eps=latent.norm_eps,
+            attention=self._backend.make_latent_attention(heads, self._context_parts),
+        )
+
+    def _mlp(self, prefix: str, spec: MlpSpec | None) -> MlpWeights | None:
+        if spec is None:
+            return None
+        inner, tensors = self._shard.part(spec.size), self._tensors
+        gate_up = tensors.by_rows(prefix, {spec.gate: inner, spec.up: inner})
+        return MlpWeights(gate_up, tensors.by_columns(prefix, spec.down, inner))
+
+    def _routed(self, prefix: str, spec: ExpertsSpec | None) -> RoutedWeights | None:
+        if spec is None:
+            return None
+        weights, (dtype, held) = self._experts.weights(prefix, spec), (self._options.dtype, self._options.quantization)
+        correction = None
+        if spec.correction is not None:
+            correction = self._tensors.kept(f"{prefix}{spec.correction}", dtype=torch.float32)
+        return RoutedWeights(
+            router=self._tensors.whole(prefix, spec.router),
+            correction=correction,
+            routing=spec.routing,
+            experts=self._backend.make_experts(weights, self._config.activation, held, dtype),
+            shared_gate=None if spec.shared_gate is None else self._tensors.whole(prefix, spec.shared_gate),
+        )
+
+    def _attention_form(self, prefix: str, index: int) -> AttentionForm:
+        config, sinks, scales = self._config, None, AS_THEY_ARE
+        if (name := config.spec.layer.sinks) is not None:
+            sinks = self._tensors.kept(f"{prefix}{name}", self._heads, torch.float32)
+        if self._options.kv_dtype == torch.float8_e4m3fn:
+            scales = KVScales(*self._checkpoint.kv_scales(index))
+        scale = config.attention_scale or config.head_dim**-0.5
+        return AttentionForm(scale, config.window(index), config.soft_cap, sinks, scales)
+
+    def _norm_if_any(self, prefix: str, name: str | None) -> Tensor | None:
+        return None if name is None else self._tensors.norm(f"{prefix}{name}")
+
+    def _head_norms(self, prefix: str) -> HeadNorms | None:
+        parts = self._config.spec.layer
+        if parts.q_norm is None:
+            return None
+        q, k = (in_order(self._tensors.norm(f"{prefix}{name}"), self._order) for name in (parts.q_norm, parts.k_norm))
+        return HeadNorms(q, k, self._config.rms_norm_eps)
+
+    def _row_norms(self, prefix: str) -> RowNorms | None:
+        parts = self._config.spec.layer
+        if parts.q_row_norm is None or parts.k_row_norm is None:
+            return None
+        named = ((parts.q_row_norm, self._query_rows), (parts.k_row_norm, self._kv_rows))
+        q, k = (in_order(self._tensors.norm(f"{prefix}{name}", rows), self._order) for name, rows in named)
+        return RowNorms(q, k, self._shard.size, self._config.rms_norm_eps)
 
 
 def of_heads(heads: slice, width: int) -> slice:
-    """The rows, or columns, of these heads, each of which has `width`."""
+    """Return the rows, or columns, of these heads, each of which has `width`."""
     return slice(heads.start * width, heads.stop * width)
 
 
+def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
+    """Return rows of heads with those of each head in this order."""
+    return rows if of_head is None else rows.view(-1, len(of_head), *rows.shape[1:])[:, of_head].reshape(rows.shape)
+
+
+def _rows_within(part: Projection, rows: slice) -> slice:
+    """Return the rows of a projection within the tensor that it may share with others."""
+    return slice(part.first_row + rows.start, part.first_row + rows.stop)
+
+
 def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]]:
-    """Of the projections that are turned, the order of a head's rows in which `order` is that of those that turn."""
+    """Return, by rotated projection, the order of a head's rows that puts those that rotate in `order`."""
     layer, sizes = config.spec.layer, config.latent
     if sizes is None or layer.latent is None:
         return {layer.q: order, layer.k: order}
@@ -256,8 +315,8 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
     return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
 
 
-class _ExpertsReader:
-    """A rank's part of a layer's experts, of which it reads nothing else."""
+class _ExpertsLoader:
+    """Reads a rank's part of a layer's experts, and nothing else of them."""
 
     def __init__(self, checkpoint: Checkpoint, options: LoadOptions, shard: Shard):
         self._checkpoint = checkpoint
@@ -265,13 +324,13 @@ class _ExpertsReader:
         self._shard = shard
 
     def weights(self, prefix: str, spec: ExpertsSpec) -> ExpertWeights:
-        """One below the other: of what is not quantised alike, in the dtype of activations."""
+        """Return the experts stacked; where their forms differ, in the dtype of activations."""
         total, shard = spec.routing.num_experts, self._shard
         held, inner = shard.experts(total), shard.inside_experts(spec.size)
         read = self._of_stack if spec.are_stacked else self._of_one
         parts = [read(prefix, spec, expert, inner) for expert in range(held.start, held.stop)]
-        places, spare = None, self._options.redundant_experts
-        if spare:  # nobody reads what lies there at first; it has the form of the others
+        places, spare = None, self._options.spare_experts
+        if spare:  # unused at first; the slots have the form of the other experts
             parts += parts[:1] * spare
             places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None
@@ -298,7 +357,7 @@ class _ExpertsReader:
         return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
 
     def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
-        """As `_of_one`, out of tensors of all experts, in which gate and up take turns."""
+        """Return weights as `_of_one`, from tensors that stack all experts, in which rows of gate and up alternate."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
             for part in (spec.gate, spec.down)
@@ -310,7 +369,7 @@ class _ExpertsReader:
         )
 
     def _plain(self, name: str, rows: slice, spare: int) -> Tensor:
-        """With as many rows more, for copies."""
+        """Return a plain tensor with `spare` more rows for copies."""
         found = self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
         return torch.cat([found, *[found[:1]] * spare])
 

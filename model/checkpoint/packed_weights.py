@@ -74,7 +74,7 @@ def stored_experts(name: str, shape: tuple[int, ...], files: Mapping[str, Tensor
     blocks, scales = sizes
 
     def read(chosen: slice) -> QuantizedWeight:
-        """Of one expert."""
+        """Return the weight of one expert."""
         (codes,), (exponents,) = (files[part].tensor(part, chosen, WHOLE) for part in (blocks, scales))
         values = fp4_values(torch.stack((codes & 15, codes >> 4), dim=3).view(rows, -1)[:, :columns])
         return QuantizedWeight(values, torch.exp2(exponents.float() - 127), MXFP4_GROUP, 4)
@@ -136,7 +136,7 @@ class _Parts:
         return _Part(file, name)
 
     def order(self, kind: str) -> Tensor | None:
-        """Which inputs come one behind the other so that groups are neighbours; None where they are."""
+        """Return the order of inputs in which groups are neighbours; None where they already are."""
         if not self.has(kind):
             return None
         groups = self.part(kind, ("I32", "I64"), (self.shape[1],)).read().long()

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.sizes import INT4_GROUP
+from twostroke.model.costs.sizes import INT4_GROUP
 
 FP4_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of e2m1's codes 0 to 7; 8 more are the negative ones (Rouhani et al. 2023)."""
+"""Magnitudes of e2m1's codes 0 to 7; codes 8 to 15 are negative (Rouhani et al. 2023)."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class QuantizedWeight:
         return weight.to(dtype)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """On that device, itself if it is there."""
+        """Return the weight on that device: itself if it is there."""
         offsets, order = (None if each is None else each.to(device) for each in (self.offsets, self.order))
         return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets, order=order)
 
     def rows(self, chosen: slice | Tensor) -> "QuantizedWeight":
-        """Of these outputs alone, in this order."""
+        """Return the weight with these outputs only, in this order."""
         offsets = None if self.offsets is None else self.offsets[chosen]
         return replace(self, values=self.values[chosen], scales=self.scales[chosen], offsets=offsets)
 
     def columns(self, chosen: slice) -> "QuantizedWeight":
-        """Of these inputs alone. A group that is cut makes all groups smaller.
+        """Return the weight with these inputs only. A group that is cut makes all groups smaller.
 
         Raises ValueError where the inputs have an order of their own: what is chosen may lie in groups of any size.
         """
@@ -84,7 +84,7 @@ class QuantizedWeight:
         return self if size == self.group_size else self._in_groups_of(size)
 
     def _in_groups_of(self, size: int) -> "QuantizedWeight":
-        """Each within one of these groups."""
+        """Return each value within one of these groups."""
         groups = torch.arange(0, self.values.shape[1], size) // self.group_size
         offsets = None if self.offsets is None else self.offsets[:, groups]
         return replace(self, scales=self.scales[:, groups], offsets=offsets, group_size=size)
@@ -102,7 +102,7 @@ def fp4_codes(values: Tensor) -> Tensor:
 
 
 def fp4_values(codes: Tensor) -> Tensor:
-    """As `fp4_codes`, the other way."""
+    """Return the values of FP4 codes: the inverse of `fp4_codes`."""
     magnitudes = torch.tensor(FP4_MAGNITUDES)
     return (
         torch.cat((magnitudes, -magnitudes))
@@ -113,8 +113,8 @@ def fp4_values(codes: Tensor) -> Tensor:
 
 
 def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """One weight of the rows of all, which have the same inputs: of different bits all get the more, of different
-    groups those that fit into each. None where integers meet FP8, or inputs in different orders."""
+    """Stack the rows of weights with the same inputs: of different bits all get the more, of different groups those
+    that fit into each. None where there is no such form."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a config.json says of the checkpoint's projections. No torch here.
+"""Parser of the `quantization_config` in a config.json, which says how projections are quantised. No torch here.
 
 How vLLM, llm-compressor, AutoAWQ, AutoGPTQ and GPTQModel write it. What a checkpoint says of activations is not looked
 at: ours are never quantised.
@@ -112,5 +112,5 @@ def _block(fields: ConfigFields, name: str) -> tuple[int, int] | None:
 
 
 def _left(fields: ConfigFields) -> tuple[str, ...]:
-    """What is not quantised."""
+    """Return the patterns of modules that are not quantised."""
     return (*fields.texts("modules_to_not_convert"), *fields.texts("ignored_layers"))

@@ -1,4 +1,4 @@
-"""What a checkpoint's files are to those who read them: tensors by name, and quantised weights made of some of them."""
+"""Interfaces of a checkpoint's files: tensors by name, and quantised weights composed of several tensors."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ WHOLE = slice(None)
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One quantised weight [out, in] as it lies in a checkpoint; nothing of it is read before `read` is called."""
+    """A quantised weight [out, in] as stored in a checkpoint; its bytes are loaded by `read`."""
 
     form: WeightForm  # how it is held
     tensors: tuple[str, ...]  # what it is made of
@@ -30,7 +30,7 @@ class TensorFile(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """As safetensors names it."""
+        """Return the dtype by safetensors' name."""
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
         """A part of a weight, some rows of what has no columns, or one number.
@@ -42,7 +42,7 @@ class TensorFile(Protocol):
         """A tensor that is a quantised weight by itself; None for any other."""
 
     def content(self, name: str) -> memoryview:
-        """The tensor's bytes as they lie in the file."""
+        """Return the tensor's bytes as stored in the file."""
 
 
 class RenamedTensor:

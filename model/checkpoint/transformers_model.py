@@ -1,4 +1,4 @@
-"""A folder whose architecture has no decoder of ours: whether transformers' modules can serve it, and its weights.
+"""A folder without a native decoder: checks if transformers' modules can serve it, and loads their weights.
 
 The model is built on the meta device, where nothing has memory, and one forward pass is traced there: what its modules
 hand to the attention, layer by layer, says what its KV is made of. What our attention would compute otherwise is
@@ -39,17 +39,18 @@ from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.transformers_names import NamedTensors
 from twostroke.model.checkpoint.weights import has_weights
 from twostroke.model.config import ModelShape, Quantization
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
-from twostroke.model.sizes import check_size, form_of, of_lm_head, tensor_bytes, weights_as
+from twostroke.model.costs.sizes import check_contexts, check_size, form_of, of_lm_head, tensor_bytes, weights_as
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm, Shard
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
 
 TRACED_TOKENS = 5
 DRY_RUN_TOKENS = (20, 16, 1)
-"""Of one sequence, by steps: a chunk, a chunk over a context, a decode."""
+"""Lengths of the dry run's steps of one sequence: a chunk, a chunk over a context, a decode."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""How far logits may be from those of transformers' own attention, as a share of their spread: another scale, mask or
-bias makes them differ by more than half of it."""
+"""Largest difference of logits from those of transformers' own attention, relative to their spread: another scale, mask
+or bias exceeds half of it."""
 
 Style = Literal["by rows", "by columns", "gathered", "split", "halves by rows", "summed"]
 _STYLES: dict[str, Style | None] = {
@@ -62,12 +63,12 @@ _STYLES: dict[str, Style | None] = {
     "replicated_with_grad_allreduce": None,
     "replicate": None,
 }
-"""How transformers' plan of tensor parallelism cuts a projection: by rows or columns of its weight, with the output
-gathered or the input split where all ranks hold the whole of it."""
+"""Our division of a projection, by its name in transformers' plan of tensor parallelism: by rows or columns of its
+weight, with the output gathered or the input split where all ranks hold it whole."""
 _EXPERTS = "moe_tp_experts"
 _OF_EXPERTS: dict[str, Style] = {"packed_colwise": "halves by rows", "rowwise": "by columns"}
-"""And the tensors of a layer's experts, [experts, out, in], gate and up in one: each rank has a part of each expert,
-and what they add to the residual is summed."""
+"""Division of the tensors of a layer's experts [experts, out, in], gate and up in one: each rank has a part of each
+expert, and their outputs are summed."""
 
 
 class TransformersModel:
@@ -101,7 +102,8 @@ class TransformersModel:
 
     @property
     def num_active_parameters(self) -> int:
-        """Of experts' tensors, whose first dimension counts the experts, so many as a token is sent to."""
+        """Parameters that one token is computed with. Tensors of experts, whose first dimension counts experts, count
+        by the number chosen."""
         chosen = getattr(self._config, "num_experts_per_tok", None)
         total = 0
         for name, parameter in self._model.named_parameters():
@@ -111,24 +113,22 @@ class TransformersModel:
 
     @cached_property
     def tensors(self) -> NamedTensors:
-        """Those of the folder. Raises ConfigError."""
+        """Tensors of the folder. Raises ConfigError."""
         return NamedTensors(self._folder, self._model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: that of its embedding. Raises ConfigError."""
+        """Dtype of the checkpoint's embedding. Raises ConfigError."""
         return self.tensors.dtype(f"{self._embedding}.weight")
 
     def weight_bytes(
         self,
         dtype: torch.dtype,
         quantization: Quantization,
-        ranks: int,
-        expert_parallel: bool = False,
-        stages: int = 1,
-        redundant_experts: int = 0,
+        parallel: ParallelForm = ONE_RANK,
     ) -> int:
-        """As ServedModel.weight_bytes: what transformers' plan does not cut, each rank holds whole."""
+        """Implement ServedModel.weight_bytes. Each rank holds whole what transformers' plan does not divide."""
+        ranks = parallel.tensor_ranks
         model, styles = self._of_ranks(ranks)
         ends = self._head, self._embedding
         has_plain_table = type(model.get_submodule(self._embedding)) is nn.Embedding  # or it is not cut
@@ -152,21 +152,21 @@ class TransformersModel:
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:
-        """As ServedModel.weights_as."""
+        """Implement ServedModel.weights_as."""
         return weights_as(quantization, {})
 
-    def check_ranks(self, size: int, expert_parallel: bool = False, stages: int = 1) -> None:
-        """Raises ConfigError where `size` ranks can't share the model, or are to share its experts another way, or its
-        layers."""
-        if stages > 1:
+    def check_ranks(self, parallel: ParallelForm, block_size: int) -> None:
+        """Implement ServedModel.check_ranks; stages and whole experts are refused."""
+        if parallel.has_stages:
             raise ConfigError(
                 f"pipeline_parallel: {self.family} is computed by transformers, whose layers stages can't share: use "
                 "1, and tensor_parallel where transformers has a plan for it"
             )
-        if expert_parallel:
+        if parallel.has_whole_experts:
             raise ConfigError("expert_parallel: transformers' plan says how ranks share this model: leave it out")
-        check_size(self.shape, size)
-        self._of_ranks(size)
+        check_size(self.shape, parallel.tensor_ranks)
+        self._of_ranks(parallel.tensor_ranks)
+        check_contexts(self.shape, parallel, block_size)
 
     def digest(self) -> str:
         """16 hex digits, as Checkpoint.digest: of config.json and of every tensor that is used."""
@@ -176,7 +176,7 @@ class TransformersModel:
         return sha.hexdigest()[:16]
 
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> TransformersDecoder:
-        """As ServedModel.decoder."""
+        """Implement ServedModel.decoder."""
         model = self._build(options.dtype)
         styles = self._cut(model, parallel.shard)
         calls = self._trace(model)
@@ -194,7 +194,7 @@ class TransformersModel:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the LM head is the embedding."""
+        """True if the LM head is the embedding."""
         return bool(self._model.all_tied_weights_keys)
 
     def _build(self, dtype: torch.dtype) -> Any:
@@ -203,7 +203,7 @@ class TransformersModel:
                 model = AutoModelForCausalLM.from_config(self._config, attn_implementation=ATTENTION, dtype=dtype)
         except Exception as error:  # whatever a family's own code raises
             is_known = not (isinstance(error, KeyError) and ATTENTION in error.args)
-            raise self._error(f"transformers can't build it: {_said(error)}", asks_for_ours=is_known) from error
+            raise self._error(f"transformers can't build it: {_first_line(error)}", asks_for_ours=is_known) from error
         model.config.pad_token_id = None  # or some look for it in every step's tokens, and warn
         return model.eval().requires_grad_(False)
 
@@ -212,7 +212,7 @@ class TransformersModel:
         try:
             trace(model, TRACED_TOKENS, calls.append)
         except Exception as error:
-            what = f"its modules don't run over a flat batch without a cache: {_said(error)}"
+            what = f"its modules don't run over a flat batch without a cache: {_first_line(error)}"
             raise self._error(what, asks_for_ours=bool(calls)) from error
         _check_calls(calls, self._config, self._error)
         return calls
@@ -245,12 +245,14 @@ class TransformersModel:
         projections = [
             module for name, module in model.named_modules() if _is_projection(module) and name != self._head
         ]
-        said = getattr(config, "intermediate_size", None)
+        width = getattr(config, "intermediate_size", None)
         windows = tuple(call.window if call.window < max_position else 0 for call in calls)
         return ModelShape(
             vocab_size=head.out_features,
             hidden_size=head.in_features,
-            intermediate_size=max([said if isinstance(said, int) else 1, *(max(_size(each)) for each in projections)]),
+            intermediate_size=max(
+                [width if isinstance(width, int) else 1, *(max(_size(each)) for each in projections)]
+            ),
             num_layers=len(calls),
             num_heads=calls[0].query.shape[1],
             num_kv_heads=calls[0].key.shape[1],
@@ -260,7 +262,7 @@ class TransformersModel:
         )
 
     def _of_ranks(self, size: int) -> tuple[Any, dict[str, Style]]:
-        """The first of so many ranks' model, as `_cut` leaves it, without weights."""
+        """Return the model of the first of `size` ranks, as `_cut` leaves it, without weights."""
         if size == 1:
             return self._model, {}
         model = self._build(torch.float32)
@@ -274,25 +276,25 @@ class TransformersModel:
         plan = dict(model.tp_plan or {})
         styles: dict[str, Style] = {}
         for name, module in model.named_modules():
-            said = plan.get(_with_any_layer(name))
-            if said is None or name in (self._head, self._embedding):
+            rule = plan.get(_with_any_layer(name))
+            if rule is None or name in (self._head, self._embedding):
                 continue
-            if said == _EXPERTS:
+            if rule == _EXPERTS:
                 styles[name] = "summed"
-            elif said not in _STYLES or not (isinstance(module, nn.Linear) or _STYLES[said] is None):
-                raise self._not_cut(name, said)
-            elif (style := _STYLES[said]) is not None:
+            elif rule not in _STYLES or not (isinstance(module, nn.Linear) or _STYLES[rule] is None):
+                raise self._not_cut(name, rule)
+            elif (style := _STYLES[rule]) is not None:
                 styles[name] = style
                 self._cut_projection(name, module, style, shard)
         for name, parameter in list(model.named_parameters()):
             owner, _, kind = name.rpartition(".")
-            said = plan.get(_with_any_layer(name))
-            if said is None or _STYLES.get(said, "by rows") is None:
+            rule = plan.get(_with_any_layer(name))
+            if rule is None or _STYLES.get(rule, "by rows") is None:
                 continue
-            if styles.get(owner) != "summed" or said not in _OF_EXPERTS or parameter.dim() != 3:
-                raise self._not_cut(name, said)
-            styles[name] = _OF_EXPERTS[said]
-            _check_even(name, parameter.shape[1] // 2 if said == "packed_colwise" else parameter.shape[2], shard)
+            if styles.get(owner) != "summed" or rule not in _OF_EXPERTS or parameter.dim() != 3:
+                raise self._not_cut(name, rule)
+            styles[name] = _OF_EXPERTS[rule]
+            _check_even(name, parameter.shape[1] // 2 if rule == "packed_colwise" else parameter.shape[2], shard)
             cut = nn.Parameter(_part_of_experts(parameter, styles[name], shard), requires_grad=False)
             setattr(model.get_submodule(owner), kind, cut)
         if not styles:
@@ -311,9 +313,9 @@ class TransformersModel:
         elif style == "by columns":
             module.weight = nn.Parameter(module.weight[:, shard.part(inputs)], requires_grad=False)
 
-    def _not_cut(self, name: str, said: str) -> ConfigError:
+    def _not_cut(self, name: str, rule: str) -> ConfigError:
         return ConfigError(
-            f"tensor_parallel: transformers' plan cuts {self.family}'s {_with_any_layer(name)} by {said!r}, which is "
+            f"tensor_parallel: transformers' plan cuts {self.family}'s {_with_any_layer(name)} by {rule!r}, which is "
             "not supported: use 1"
         )
 
@@ -333,7 +335,7 @@ class TransformersModel:
             dtype=dtype,
             device=device,
             model_digest="",
-            tp_size=shard.size,
+            parallel=ParallelForm(shard.size),
             rank=shard.rank,
         )
         ours: list[Tensor] = []
@@ -357,7 +359,7 @@ class TransformersModel:
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise self._error(f"a dry run failed: {_said(error)}") from error
+            raise self._error(f"a dry run failed: {_first_line(error)}") from error
         finally:
             cache.close()
         if not difference <= TOLERANCE[dtype]:
@@ -466,7 +468,7 @@ class _Loading:
         kept._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def _fill_buffers(self) -> None:
-        """Those that no file has, rotary frequencies above all, are made by transformers' own initialisation."""
+        """Initialise the buffers that no file has, above all rotary frequencies, with transformers' own code."""
         model = self._model
         owners = set()
         for name, buffer in list(model.named_non_persistent_buffers()):
@@ -497,8 +499,8 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if raw.get("auto_map"):
             raise refused("auto_map", "its own code would have to be run (`trust_remote_code`), which we never do")
-        said = f"{architectures} of model_type {kind!r}"
-        raise refused("architectures", f"{said} is neither a family of ours nor known to transformers {_VERSION}")
+        named = f"{architectures} of model_type {kind!r}"
+        raise refused("architectures", f"{named} is neither a family of ours nor known to transformers {_VERSION}")
     if raw.get("quantization_config"):
         raise refused(
             "quantization_config",
@@ -507,7 +509,7 @@ def _read_config(raw: dict[str, Any], source: str) -> Any:
     try:
         config = CONFIG_MAPPING[kind].from_dict(raw)
     except Exception as error:  # its validation has classes of its own
-        raise refused("model_type", f"transformers can't read this {kind}: {_said(error)}") from error
+        raise refused("model_type", f"transformers can't read this {kind}: {_first_line(error)}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise refused("architectures", f"{architectures} has an encoder; only decoders are served")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -550,7 +552,7 @@ def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> Non
     )
     for index, call in enumerate(calls):
         if kinds[index] == "sliding_attention" and not call.window:
-            raise error(f"layer {index} has a window that its attention is not told of")
+            raise error(f"layer {index} has a window that its attention does not get")
         if call.key.shape != first.key.shape or call.query.shape != first.query.shape:
             raise error(f"the KV of layer {index} has another shape than the first one's")
         if call.value.shape[:3] != call.key.shape[:3] or call.value.shape[-1] > call.key.shape[-1]:
@@ -594,6 +596,6 @@ def _size(module: Any) -> tuple[int, int]:
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

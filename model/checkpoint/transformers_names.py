@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from twostroke.model.checkpoint.tensor_file import WHOLE, TensorFile, equal_tensors
-from twostroke.model.checkpoint.weights import DTYPES, open_file, tensor_files
+from twostroke.model.checkpoint.tensor_file import WHOLE, equal_tensors
+from twostroke.model.checkpoint.weights import DTYPES, open_tensors
 from twostroke.protocol.errors import ConfigError
 
 _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
@@ -26,14 +26,14 @@ _IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attentio
 
 @dataclass(frozen=True)
 class _Conversion:
-    """What makes some of a model's tensors of some of the files'."""
+    """A conversion that makes some of a model's tensors from tensors of the files."""
 
     converter: Any
     target: str  # the first of what it makes
     sources: list[tuple[str, str]]  # (name in the files, pattern of the converter)
 
     def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """All that it makes, by the model's names, of `tensors` by the files'."""
+        """Return the model's tensors, by its names, made of the files' `tensors`."""
         converter = deepcopy(self.converter)
         for name, pattern in self.sources:
             converter.add_tensor(self.target, name, pattern, lambda tensor=tensors[name]: tensor)
@@ -50,11 +50,9 @@ class NamedTensors:
 
     def __init__(self, folder: Path, model: Any):
         """`model` is on the meta device, uncut; tensors that it ties to others need not be there."""
-        paths = tensor_files(folder)
-        opened = {path: open_file(path) for path in sorted(set(paths.values()))}
+        paths, self._files = open_tensors(folder)
         self._model = model
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._files: dict[str, TensorFile] = {name: opened[path] for name, path in paths.items()}
         self._renamed: dict[str, str] = {}
         self._converted: dict[str, _Conversion] = {}
         self._assign(folder, paths)
@@ -64,12 +62,12 @@ class NamedTensors:
         self._check(folder, paths)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor of the model, in the files: of the first, where it is made of several."""
+        """Return the dtype in the files of a model's tensor: of the first one, where it is made of several."""
         source = self._renamed[name] if name in self._renamed else self._converted[name].sources[0][0]
         return DTYPES[self._files[source].dtype(source)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor of the model."""
+        """Return the shape of a model's tensor."""
         return self._shapes[name]
 
     def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
@@ -90,14 +88,15 @@ class NamedTensors:
         return first != second and not equal_tensors(self._files[first], first, self._files[second], second)
 
     def contents(self) -> Iterator[tuple[str, memoryview]]:
-        """What is used of the files: name, type and shape, with the bytes, in a fixed order."""
+        """Yield name, type and shape of each tensor in use, with its bytes, in a fixed order."""
         converted = {source for conversion in self._converted.values() for source, _ in conversion.sources}
         for name in sorted({*self._renamed.values(), *converted}):
             file = self._files[name]
             yield f"{name} {file.dtype(name)} {file.shape(name)}", file.content(name)
 
     def _assign(self, folder: Path, paths: Mapping[str, Path]) -> None:
-        """As transformers.core_model_loading.convert_and_load_state_dict_in_model does, without reading anything."""
+        """Assign tensors as transformers.core_model_loading.convert_and_load_state_dict_in_model does, without loading
+        any."""
         model, wanted = self._model, self._model.state_dict()
         mapping = get_model_conversion_mapping(model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -135,8 +134,6 @@ class NamedTensors:
             if target in self._renamed:
                 source = self._renamed[target]
                 path, file = paths[source], self._files[source]
-                if source not in file.names():
-                    raise ConfigError(f"{path}: tensor {source} is missing, though the index names it")
                 if file.shape(source) != shape:
                     raise _misshapen(path, source, file.shape(source), shape)
             elif target not in self._converted and target not in self._model.all_tied_weights_keys:

@@ -28,7 +28,7 @@ from twostroke.model.checkpoint.tensor_file import (
     equal_tensors,
 )
 from twostroke.model.config import ModelConfig, WeightForm
-from twostroke.model.sizes import expected_shapes, num_parameters
+from twostroke.model.costs.sizes import expected_shapes, num_parameters
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
@@ -83,12 +83,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, config: ModelConfig):
         self._folder = folder
-        self._paths = tensor_files(folder)
-        files = {path: open_file(path) for path in sorted(set(self._paths.values()))}
-        for name, path in self._paths.items():
-            if name not in files[path].names():
-                raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
-        self._files = {name: files[path] for name, path in self._paths.items()}
+        self._paths, self._files = open_tensors(folder)
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
@@ -99,14 +94,14 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the checkpoint: that of its embedding. fp16 beside quantised weights is bf16, which loses nothing of
-        those, and has fast kernels everywhere."""
+        """Dtype of the checkpoint's embedding. fp16 beside quantised weights counts as bf16: it loses nothing of them
+        and has fast kernels everywhere."""
         found = self._dtypes[f"{self._config.spec.embedding}.weight"]
         return torch.bfloat16 if self._stored and found == torch.float16 else found
 
     @property
     def forms(self) -> Mapping[str, WeightForm]:
-        """Of the weights that are quantised."""
+        """Forms of the quantised weights, by name."""
         return {name: stored.form for name, stored in self._stored.items()}
 
     @property
@@ -121,7 +116,7 @@ class Checkpoint:
         return self._files[name].tensor(name, rows, columns)
 
     def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor | QuantizedWeight:
-        """As `tensor`, of a weight that may be quantised; what comes of that is a copy.
+        """Return a weight as `tensor` does, quantised or not; a quantised one is a copy.
 
         Raises ConfigError for columns of a weight whose inputs have an order of their own (GPTQ's `desc_act`).
         """
@@ -138,7 +133,7 @@ class Checkpoint:
         return found.columns(columns)
 
     def kv_scales(self, layer: int) -> tuple[float, float]:
-        """What keys and values of a layer are to be divided by for a cache in FP8: 1 where the checkpoint says nothing.
+        """Return the divisors of a layer's keys and values for an FP8 cache: 1 where the checkpoint names none.
 
         Raises ConfigError for what is no positive number.
         """
@@ -181,7 +176,8 @@ class Checkpoint:
         return float(found.item())
 
     def _find_kv_scales(self) -> dict[tuple[int, str], str]:
-        """By layer and kind, `k` or `v`, the tensors as compressed-tensors names them, and as others do."""
+        """Return the tensors of KV scales by layer and kind, `k` or `v`, under the names of compressed-tensors and
+        others."""
         spec = self._config.spec
         attention = spec.layer.k.name.rpartition(".")[0]
         return {
@@ -261,12 +257,12 @@ class Checkpoint:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are any, such as can be loaded or not: of a hub's model its configuration alone may be here."""
+    """Return True if the folder has weights, loadable or not: of a hub's model only its configuration may be here."""
     return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", f"*{SUFFIX}", *_PICKLES))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds which tensor."""
+    """Return the file of each tensor."""
     index, whole = folder / INDEX_FILE, folder / SINGLE_FILE
     if index.exists():
         files = _indexed_files(index)
@@ -304,6 +300,16 @@ def _all_there(files: dict[str, Path], index: Path) -> dict[str, Path]:
         if not path.exists():
             raise ConfigError(f"{path} is missing: a shard that {index} names")
     return files
+
+
+def open_tensors(folder: Path) -> tuple[dict[str, Path], dict[str, TensorFile]]:
+    """Return the path and the opened file of each tensor. Raises ConfigError for one that an index promises in vain."""
+    paths = tensor_files(folder)
+    opened = {path: open_file(path) for path in sorted(set(paths.values()))}
+    for name, path in paths.items():
+        if name not in opened[path].names():
+            raise ConfigError(f"{path}: tensor {name} is missing, though {folder / INDEX_FILE} names it")
+    return paths, {name: opened[path] for name, path in paths.items()}
 
 
 def open_file(path: Path) -> TensorFile:

@@ -39,41 +39,41 @@ class CpuBackend:
         quantization: Quantization,
         dtype: torch.dtype,
     ) -> Linear:
-        """As Backend.make_linear."""
+        """Implement Backend.make_linear."""
         return linears.make_linear(weight, bias, quantization, dtype, self.launcher)
 
     def embed(self, token_ids: Tensor, table: Tensor | Linear, first: int, dtype: torch.dtype) -> Tensor:
-        """As Backend.embed."""
+        """Implement Backend.embed."""
         if isinstance(table, Tensor):
             return gemm.look_up(self.launcher, token_ids, table, first)
         return table.embed(token_ids, first, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As Backend.rms_norm."""
+        """Implement Backend.rms_norm."""
         return elementwise.rms_norm(self.launcher, x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """As Backend.add_rms_norm; writes into both inputs."""
+        """Implement Backend.add_rms_norm; writes into both inputs."""
         return elementwise.add_rms_norm(self.launcher, x, residual, weight, eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """As Backend.add."""
+        """Implement Backend.add."""
         return elementwise.add(self.launcher, x, residual)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """As Backend.scale."""
+        """Implement Backend.scale."""
         return elementwise.scale(self.launcher, x, factor)
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
-        """As Backend.soft_cap."""
+        """Implement Backend.soft_cap."""
         return elementwise.soft_cap(self.launcher, logits, cap)
 
     def square_sums(self, qkv: Tensor, norms: RowNorms) -> Tensor:
-        """As Backend.square_sums."""
+        """Implement Backend.square_sums."""
         return elementwise.square_sums(self.launcher, qkv, norms)
 
     def norm_rows(self, qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
-        """As Backend.norm_rows, written into qkv."""
+        """Implement Backend.norm_rows; writes into qkv."""
         return elementwise.norm_rows(self.launcher, qkv, square_sums, norms)
 
     def rope_and_write_kv(
@@ -85,11 +85,11 @@ class CpuBackend:
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
     ) -> Tensor:
-        """As Backend.rope_and_write_kv; norms write into qkv."""
+        """Implement Backend.rope_and_write_kv; norms write into qkv."""
         return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms, kv_scales)
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
-        """As Backend.attention."""
+        """Implement Backend.attention."""
         rows, heads, dim = q.shape
         out = self.launcher.empty((rows, heads, dim), q.dtype)
         if layout.num_decodes:
@@ -101,17 +101,17 @@ class CpuBackend:
     def write_latents(
         self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> None:
-        """As Backend.write_latents."""
+        """Implement Backend.write_latents."""
         elementwise.write_latents(self.launcher, rows, norm, eps, cos_sin, kv_layer, layout)
 
     def make_latent_attention(
         self, heads: LatentHeads, parts: ContextParts | None = None
     ) -> latents.CpuLatentAttention:
-        """As Backend.make_latent_attention."""
+        """Implement Backend.make_latent_attention."""
         return latents.CpuLatentAttention(heads, self.launcher, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        """As Backend.gated."""
+        """Implement Backend.gated."""
         return elementwise.gate(self.launcher, gate_up(x), activation)
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
@@ -121,13 +121,13 @@ class CpuBackend:
     def make_experts(
         self, weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype
     ) -> Experts:
-        """As Backend.make_experts."""
+        """Implement Backend.make_experts."""
         return make_experts(weights, activation, quantization, dtype, self.launcher)
 
     def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
-        """As Backend.route."""
+        """Implement Backend.route."""
         return experts.route(self.launcher, logits, correction, routing)
 
     def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
-        """As Backend.gate_by_sigmoid; writes into x."""
+        """Implement Backend.gate_by_sigmoid; writes into x."""
         return experts.gate_by_sigmoid(self.launcher, x, logits)

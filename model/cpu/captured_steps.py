@@ -36,7 +36,7 @@ class CpuCapturedSteps:
             self._max_batch = 0
 
     def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
-        """As CapturedSteps.logits; no token is ever on a device."""
+        """Implement CapturedSteps.logits; no token is ever on a device."""
         del earlier
         count = len(batch)
         if count > self._max_batch:

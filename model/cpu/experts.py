@@ -22,14 +22,14 @@ from twostroke.model.cpu.linears import is_quantized_supported, is_supported, ma
 def make_experts(
     weights: ExpertWeights, activation: Activation, quantization: Quantization, dtype: torch.dtype, launcher: Launcher
 ) -> Experts:
-    """As Backend.make_experts."""
+    """Implement Backend.make_experts."""
     if is_packed(weights.gate_up, quantization, dtype) and is_packed(weights.down, quantization, dtype):
         return CpuExperts(weights, activation, quantization, launcher)
     return PlainExperts(weights, activation, quantization, dtype, launcher)
 
 
 def is_packed(weight: Tensor | QuantizedWeight, quantization: Quantization, dtype: torch.dtype) -> bool:
-    """Whether this CPU has what the kernels are made of, for such weights."""
+    """Return True if this CPU has the instructions of the packed kernels for these weights."""
     if isinstance(weight, QuantizedWeight):
         return packing.can_pack(weight) and is_quantized_supported(dtype, weight.values.shape[1])
     if quantization in ("auto", "none"):
@@ -77,7 +77,7 @@ class _Stack:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that differs from expert to expert, one's below the other's."""
+        """Return all memory that differs between experts, stacked."""
         if isinstance(self._packed, Tensor):
             return [self._packed, self._bias]
         packed = self._packed
@@ -85,7 +85,7 @@ class _Stack:
         return [part for part in parts if part is not None]
 
     def __call__(self, x: Tensor, tasks: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """Each task's rows of x by its expert."""
+        """Multiply each task's rows of x by the weights of its expert."""
         where = self._bias, self.out_features, out_dtype
         if isinstance(self._packed, Tensor):
             return gemm.multiply_tasks(self._launcher, x, tasks, self._packed, *where)
@@ -103,19 +103,19 @@ class CpuExperts:
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64)
         self.places = weights.places
         self._number = number
-        # With copies choices are of slots, whose hits are nobody's, and of one more for those elsewhere.
+        # With copies, choices name slots, whose hits nobody counts, and one more slot for experts elsewhere.
         self._slot_hits = torch.zeros(number + 1, dtype=torch.int64)
-        self._held = range(weights.first, weights.first + number) if self.places is None else range(number)
+        self._local_experts = range(weights.first, weights.first + number) if self.places is None else range(number)
         self._activation = activation
         self._launcher = launcher
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """As Experts, for contiguous x."""
+        """Implement Experts, for contiguous x."""
         launcher, most_rows = self._launcher, min(gemm.most_task_rows(x.dtype), quant.ROWS_AN_ITEM)
         found, hits = chosen.experts, self.hits
         if self.places is not None:
             found, hits = experts.locate(launcher, found, self.places.slots, hits), self._slot_hits
-        order = experts.order(launcher, found, hits, self._held, most_rows)
+        order = experts.order(launcher, found, hits, self._local_experts, most_rows)
         gate_up = self._gate_up(experts.gather(launcher, x, order.choices), order.tasks, x.dtype)
         inner = elementwise.gate(launcher, gate_up, self._activation)
         del gate_up  # its place is another's
@@ -123,14 +123,14 @@ class CpuExperts:
         return experts.combine(launcher, y, order.places, chosen.weights, x.dtype)
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """As Experts.slot_memory."""
+        """Implement Experts.slot_memory."""
         parts = [part for stack in (self._gate_up, self._down) for part in stack.memory]
         sizes = [len(part) // self._number for part in parts]
         return [part[slot * size : (slot + 1) * size] for part, size in zip(parts, sizes, strict=True)]
 
 
 class PlainExperts:
-    """One projection after the other, each for the tokens that take it. Implements model.backend.Experts."""
+    """Implements model.backend.Experts with one projection after the other, each for the tokens that take it."""
 
     def __init__(
         self,
@@ -151,11 +151,11 @@ class PlainExperts:
         self._launcher = launcher
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """As Experts.slot_memory."""
+        """Implement Experts.slot_memory."""
         return [part for which in (self._gate_up, self._down) for part in memory_of(which[slot])]
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """As Experts."""
+        """Implement Experts."""
         out = torch.zeros(x.shape)
         experts, counts = torch.unique(chosen.experts, return_counts=True)
         self.hits[experts.long()] += counts

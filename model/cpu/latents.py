@@ -25,7 +25,7 @@ from twostroke.model.cpu.linears import is_supported
 from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 2048
-"""Of a context, whose keys and values are in memory at a time, or latents that came from other ranks."""
+"""Tokens of a context whose keys and values are in memory at a time, or whose latents came from other ranks."""
 
 
 class HeadLinear(Protocol):
@@ -44,7 +44,7 @@ def make_head_linear(weight: Tensor, launcher: Launcher) -> HeadLinear:
 
 
 class PlainHeadLinear:
-    """By torch. Implements HeadLinear."""
+    """Implements HeadLinear with torch."""
 
     def __init__(self, weight: Tensor):
         self._weight = weight.clone()
@@ -83,7 +83,7 @@ class CpuLatentAttention:
         self._absorbed = make_head_linear(heads.keys.transpose(1, 2), launcher)  # of queries
 
     def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """As LatentAttention."""
+        """Implement LatentAttention."""
         count, decodes = len(q), layout.num_decodes
         q = q.view(count, self._num_heads, -1)
         out = self._launcher.empty((count, self._num_heads, self._value), q.dtype)
@@ -105,20 +105,20 @@ class CpuLatentAttention:
             mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
             attention.decode_attention(launcher, absorbed, kv_layer, layout, self._form, mixed)
             return mixed
-        assert layout.held_lens is not None
+        assert layout.local_lens is not None
         absorbed = parts.of_all_heads(absorbed)
         mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
         log_sums = launcher.empty(absorbed.shape[:2], torch.float32)
-        held = replace(layout, context_lens=layout.held_lens)
+        held = replace(layout, context_lens=layout.local_lens)
         attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
         return parts.merged(mixed, log_sums)
 
     def _block_size(self, kv_layer: Tensor) -> int:
-        """With all ranks' tokens."""
+        """Return the block size with all ranks' tokens."""
         return int(kv_layer.shape[3]) * (1 if self._parts is None else self._parts.ranks)
 
     def _whole_blocks(self, kv_layer: Tensor, blocks: Tensor) -> Tensor:
-        """These blocks with all ranks' tokens, [blocks, block_size, R + P]."""
+        """Return these blocks with all ranks' tokens, [blocks, block_size, R + P]."""
         held = kv_layer[blocks.long(), 0, 0]
         return held if self._parts is None else self._parts.whole_blocks(held)
 
@@ -129,7 +129,7 @@ class CpuLatentAttention:
         return out
 
     def _absorb(self, q: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Queries [T, H, N + P] -> [T, H, R + P], which meet latents as they lie in the cache."""
+        """Queries [T, H, N + P] -> [T, H, R + P], ready for latents as the cache stores them."""
         out = self._turned(q, positions, cos_sin, self._rank + q.shape[2] - self._key)
         self._absorbed(q[..., : self._key], out[..., : self._rank])
         return out

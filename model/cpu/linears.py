@@ -28,7 +28,7 @@ def make_linear(
     dtype: torch.dtype,
     launcher: Launcher,
 ) -> Linear:
-    """As Backend.make_linear: the fastest that this CPU has.
+    """Implement Backend.make_linear with the fastest form that this CPU has.
 
     CPUs without AVX-512 keep the checkpoint's layout, for torch: oneDNN's own layout is faster, but no row can be read
     from it, as tied embeddings must.
@@ -46,14 +46,14 @@ def make_linear(
 
 
 def is_supported(dtype: torch.dtype) -> bool:
-    """Whether this CPU has what CpuLinear's kernels are made of: AVX512-BF16 for bf16, AVX-512 for fp32."""
+    """Return True if this CPU has the instructions of CpuLinear's kernels: AVX512-BF16 for bf16, AVX-512 for fp32."""
     if dtype == torch.bfloat16:
         return floats.is_supported()
     return dtype == torch.float32 and bool(torch.cpu._is_avx512_supported())
 
 
 def is_quantized_supported(dtype: torch.dtype, in_features: int) -> bool:
-    """Whether CpuQuantizedLinear's kernels take such activations, on this CPU."""
+    """Return True if CpuQuantizedLinear's kernels take these activations on this CPU."""
     return dtype == torch.bfloat16 and in_features % 8 == 0 and quant.is_supported()
 
 
@@ -69,11 +69,11 @@ class CpuLinear:
         self._bias = gemm.bias_of_panels(bias, self.out_features)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous x of the weights' dtype; gives bf16 or fp32."""
+        """Implement Linear for contiguous x of the weights' dtype; returns bf16 or fp32."""
         return gemm.multiply(self._launcher, x, self._packed, self._bias, self.out_features, out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed, of the weights' dtype."""
+        """Implement Linear.embed for the weights' dtype."""
         shape = (self.out_features, self.in_features)
         return gemm.look_up_packed(self._launcher, token_ids, self._packed, self._dtype, shape, first)
 
@@ -89,11 +89,11 @@ class CpuQuantizedLinear:
         self._bias = gemm.bias_of_panels(bias, self.out_features)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous bf16 x; gives bf16 or fp32."""
+        """Implement Linear for contiguous bf16 x; returns bf16 or fp32."""
         return quant.multiply(self._launcher, x, self._weight, self._bias, out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed, in bf16, of a weight whose inputs have no order of their own."""
+        """Implement Linear.embed in bf16, for a weight whose inputs are in order."""
         return quant.look_up(self._launcher, token_ids, self._weight, first)
 
 
@@ -107,7 +107,7 @@ class PlainLinear:
         self.out_features = weight.shape[0]
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear."""
+        """Implement Linear."""
         if out_dtype != torch.float32 or x.dtype == torch.float32:
             return functional.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
         # Logits, of tokens and of experts: rounded to bf16 first, they would often tie.
@@ -116,7 +116,7 @@ class PlainLinear:
         return out if self._bias is None else out.add_(self._bias)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed."""
+        """Implement Linear.embed."""
         return embed(token_ids, self._weight, first, dtype)
 
 
@@ -135,12 +135,12 @@ class TorchQuantizedLinear:
         self._bias = None if bias is None else bias.clone()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear."""
+        """Implement Linear."""
         out = torch.cat([functional.linear(x, self._widened(part, x.dtype)) for part in self._slices], dim=1)
         return (out if self._bias is None else out + self._bias).to(out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed."""
+        """Implement Linear.embed."""
         out = torch.zeros((token_ids.numel(), self.in_features), dtype=dtype)
         indices = token_ids - first
         parts = indices.where((indices >= 0) & (indices < self.out_features), -1) // ROWS_WIDENED
@@ -157,7 +157,7 @@ class TorchQuantizedLinear:
 
 
 def memory_of(linear: Linear) -> list[Tensor]:
-    """All that differs from one projection to another that `make_linear` made of a weight in the same form."""
+    """Return all memory that differs between projections that `make_linear` made of weights in one form."""
     match linear:
         case PlainLinear():
             parts = [linear._weight, linear._bias]
@@ -186,7 +186,7 @@ def _copied(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def embed(token_ids: Tensor, table: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """As Backend.embed, in torch."""
+    """Implement Backend.embed in torch."""
     indices = token_ids - first
     inside = (indices >= 0) & (indices < len(table))
     return table[indices.where(inside, 0)].to(dtype) * inside[:, None]

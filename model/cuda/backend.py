@@ -5,8 +5,6 @@ Nothing here synchronises with the host, and launches depend on shapes and on th
 step can be captured in a CUDA graph, with a layout whose `max_context_len` is the longest to come.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -83,7 +81,7 @@ class CudaLinear:
         self._compiled: set[tuple[torch.dtype, torch.dtype, Activation | None]] = set()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
-        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`. With an activation: as
+        """Implement Linear for contiguous x; sums are fp32 and rounded once, to `out_dtype`. With an activation:
         Backend.gated, in the same launch where tokens are few.
 
         The first call with an `out_dtype` and activation compiles what any later one could need; it can't be captured.
@@ -109,7 +107,7 @@ class CudaLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed."""
+        """Implement Linear.embed."""
         return elementwise.vocab_embedding(token_ids, self._weight, first, dtype)
 
 
@@ -125,7 +123,7 @@ class GroupedCudaLinear:
         self._compiled: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """As Linear, for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
+        """Implement Linear for contiguous x; sums are fp32 and rounded once, to `out_dtype`.
 
         The first call with an `out_dtype` compiles what any later one could need; it can't be captured.
         """
@@ -139,7 +137,7 @@ class GroupedCudaLinear:
         return grouped_gemm(x, self._weight, self._bias, out_dtype, grouped_config(x.dtype, len(x)))
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed, of a weight whose inputs have no order of their own."""
+        """Implement Linear.embed for a weight whose inputs are in order."""
         return grouped_embedding(token_ids, self._weight, first, dtype)
 
 
@@ -169,7 +167,7 @@ class Fp8CudaLinear:
         self._by_torch = by_torch
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None, activation: Activation | None = None) -> Tensor:
-        """As CudaLinear's."""
+        """Implement CudaLinear's call."""
         out_dtype = out_dtype or x.dtype
         if (x.dtype, out_dtype, activation) not in self._compiled:
             if not launch.compiles_only:  # or there would be no results to choose by
@@ -213,7 +211,7 @@ class Fp8CudaLinear:
             self._torch_product = None
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-        """As Linear.embed."""
+        """Implement Linear.embed."""
         rows = token_ids - first
         is_ours = (rows >= 0) & (rows < self.out_features)
         rows = rows.clamp(0, self.out_features - 1)
@@ -227,7 +225,7 @@ class CudaExperts:
     """A layer's experts, as they are or in eight or four bits. Implements model.backend.Experts."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, quantization: Quantization):
-        """On one device; what is not quantised is kept, and not copied if contiguous.
+        """Pack the experts on one device; plain weights are kept, and not copied if contiguous.
 
         Raises ValueError for groups of columns that the kernels don't know.
         """
@@ -236,13 +234,16 @@ class CudaExperts:
         self.hits = torch.zeros(weights.layer_number, dtype=torch.int64, device=self._gate_up.device)
         self.places = weights.places
         self._number = weights.number
-        self._slot_hits = torch.zeros(weights.number, dtype=torch.int64, device=self._gate_up.device)  # nobody's
-        self._held = range(weights.first, weights.first + weights.number)
+        self._slot_hits = torch.zeros(
+            weights.number, dtype=torch.int64, device=self._gate_up.device
+        )  # of slots; not counted
+        self._local_experts = range(weights.first, weights.first + weights.number)
         self._activation = activation
         self._is_compiled = False
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """As Experts, for contiguous x. The first call compiles what any later one could need; it can't be captured."""
+        """Implement Experts for contiguous x. The first call compiles what any later one could need; it can't be
+        captured."""
         if not self._is_compiled:
             self._is_compiled = True
             top_k = chosen.experts.shape[1]
@@ -250,14 +251,14 @@ class CudaExperts:
                 nobody = chosen.experts.new_zeros((tokens, top_k)), chosen.weights.new_zeros((tokens, top_k))
                 self(x.new_zeros((tokens, x.shape[1])), Chosen(*nobody))
         config = experts.experts_config(x.dtype, chosen.experts.numel(), len(self.hits))
-        hits, held = self.hits, self._held
+        hits, held = self.hits, self._local_experts
         if self.places is not None:
             chosen = Chosen(experts.locate(chosen.experts, self.places.slots, hits), chosen.weights)
             hits, held = self._slot_hits, range(self._number)
         return experts.compute(x, chosen, self._gate_up, self._down, hits, held, self._activation, config)
 
     def slot_memory(self, slot: int) -> list[Tensor]:
-        """As Experts.slot_memory."""
+        """Implement Experts.slot_memory."""
         return [part for weight in (self._gate_up, self._down) for part in weight.memory(slot, self._number)]
 
     @staticmethod
@@ -403,16 +404,5 @@ class CudaBackend:
             self._compiled.add(key)
         q = torch.zeros_like(q[:1])
         out = rows_like(q)
-        nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
-        empty = BatchLayout(
-            positions=nothing,
-            slots=nothing,
-            query_starts=nothing,
-            context_lens=nothing[:1],
-            block_tables=nothing[:1].view(1, 1),
-            num_decodes=1,
-            max_query_len=1,
-            max_context_len=1,
-        )
-        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), form, out)
-        self._prompts.prepare(q, kv_layer, form, empty)
+        self._attend_decodes(q, kv_layer, BatchLayout.of_nothing(q.device, _SPLIT), form, out)
+        self._prompts.prepare(q, kv_layer, form, BatchLayout.of_nothing(q.device))

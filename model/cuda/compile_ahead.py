@@ -96,7 +96,7 @@ def _step(kv_cache: KVCache, lengths: list[int]) -> StepInput:
     rows, count = sum(lengths), len(lengths)
     return StepInput(
         torch.zeros(rows, dtype=torch.int64, device=device),
-        make_layouts(steps, kv_cache.block_size, device, groups, kv_cache.held),
+        make_layouts(steps, kv_cache.block_size, device, groups, kv_cache.local_tokens),
         kv_cache.tensors,
         Drawing(place(np.cumsum(lengths) - 1, device), torch.arange(count, dtype=torch.int64, device=device)),
     )

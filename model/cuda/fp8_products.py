@@ -16,7 +16,9 @@ from twostroke.model.reference import FP8_LIMIT
 
 _log = logging.getLogger(__name__)
 _AGREEMENT = 1e-2  # the relative error of the mean: of two results that are rounded to bf16
-_ROWS = 4  # cuBLASLt's products by blocks take multiples of so many tokens, and of so many steps of FP8_GROUP columns
+_ROWS = (
+    4  # cuBLASLt's block-scaled products take multiples of this many tokens, and of as many steps of FP8_GROUP columns
+)
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Codes [T, in], their scales fp32 [T] and a bias [out] -> bf16 [T, out]."""

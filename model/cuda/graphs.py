@@ -20,9 +20,8 @@ from twostroke.model.captured_steps import DecodeInputs, decode_step
 from twostroke.model.step import SequenceStep
 
 GRAPH_BYTES = 8 * 2**20
-"""What the driver is allowed for one graph of a step, beside the memory that its kernels use. It is an estimate that
-covers the small graphs of draws: with 50 graphs of steps and 55 of draws 0.9 GiB of a worker's share were left on an
-H200."""
+"""Memory that the driver may take for one graph of a step, beside the memory of its kernels. The estimate covers the
+small graphs of draws: with 50 graphs of steps and 55 of draws, 0.9 GiB of a worker's share were left on an H200."""
 
 
 class Recorder:
@@ -33,7 +32,8 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What replays `run` on the current stream. Runs it once before, since what must compile can't be captured."""
+        """Return a function that replays `run` on the current stream. Runs it once before: compiling can't be
+        captured."""
         run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -43,7 +43,7 @@ class Recorder:
         return graph.replay
 
     def event(self) -> torch.cuda.Event:
-        """To be recorded, and waited for."""
+        """Return an event to record and to wait for."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
@@ -83,7 +83,8 @@ class StagedInputs(Generic[Inputs]):
 
     @contextmanager
     def next(self) -> Iterator[Inputs]:
-        """Those of the host to be filled, and copied to `placed` before the end. Waits for the last step but one's."""
+        """Yield the host's inputs to be filled and copied to `placed` before the end. Waits for the copy of the step
+        before last."""
         self._staging.reverse()
         staging = self._staging[0]
         staging.copied.synchronize()
@@ -122,7 +123,7 @@ class CudaGraphSteps:
         device = kv_cache.tensors[0].device
         recorder = Recorder(device) if recorder is None else recorder
         self.sizes = batch_sizes(min(max_batch, kv_cache.num_blocks))
-        """Of the batches with a graph, ascending."""
+        """Sizes of the batches that have a graph, ascending."""
         largest, self._block_size = self.sizes[-1], kv_cache.block_size
 
         def inputs(device: torch.device | None, pinned: bool) -> DecodeInputs:
@@ -131,7 +132,7 @@ class CudaGraphSteps:
                 max_context,
                 kv_cache.block_size,
                 groups=kv_cache.groups,
-                held=kv_cache.held,
+                local_tokens=kv_cache.local_tokens,
                 device=device,
                 pinned=pinned,
             )
@@ -147,7 +148,8 @@ class CudaGraphSteps:
             self._replays = {size: recorder.record(step) for size, step in self._steps.items()}
 
     def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
-        """As CapturedSteps.logits; `earlier` int64 [any]: the tokens that the step before drew, on the device.
+        """Implement CapturedSteps.logits; `earlier` int64 [any] are the tokens that the step before drew, on the
+        device.
 
         A step that `follows` one of them takes its token from there. Never waits for the device but for the inputs of
         the last step but one.
@@ -169,7 +171,7 @@ class CudaGraphSteps:
         return self.all_logits[:count]
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
-        """What leaves the logits of a batch of `size` where all graphs do."""
+        """Return a function that computes the logits of a batch of `size` into the place that all graphs share."""
         placed, token_ids = self._inputs.placed, self._token_ids[:size]
         run = decode_step(decoder, kv_cache, placed, size, token_ids)
 
@@ -181,7 +183,8 @@ class CudaGraphSteps:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """For which batches graphs are captured: dense where a padded row costs most, at most a fifth too many beyond 8."""
+    """Return the sizes of batches that get a graph: dense where a padded row costs most, at most a fifth too many
+    beyond 8."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < largest:
         step = max(8, 1 << (sizes[-1].bit_length() - 3))

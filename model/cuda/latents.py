@@ -20,7 +20,7 @@ from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.parallel.context_parts import ContextParts
 
 PART_TOKENS = 8192
-"""Of all chunks' contexts together, about: those whose keys and values are in memory at a time."""
+"""Tokens of all chunks' contexts together, about, whose keys and values are in memory at a time."""
 _SPLIT = 1 << 10  # enough tokens that a context may be split
 
 
@@ -39,7 +39,7 @@ class CudaLatentAttention:
         self._compiled = False
 
     def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """As LatentAttention; writes into q. The first call compiles what any later one could need."""
+        """Implement LatentAttention; writes into q. The first call compiles what any later one could need."""
         heads, key, _ = self._keys.shape
         q = q.view(len(q), heads, -1)
         if not self._compiled:
@@ -76,11 +76,11 @@ class CudaLatentAttention:
         self, parts: ContextParts, absorbed: Tensor, turned: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> Tensor:
         """The same of this rank's heads, with all ranks: absorbed [H, B, R], turned [B, H, P]."""
-        assert layout.held_lens is not None
+        assert layout.local_lens is not None
         rank = absorbed.shape[2]
         q = parts.of_all_heads(torch.cat((absorbed.transpose(0, 1), turned), dim=2))
         log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        held = replace(layout, context_lens=layout.held_lens)
+        held = replace(layout, context_lens=layout.local_lens)
         mixed = self._mixed(q[..., :rank].transpose(0, 1), q, kv_layer, held, log_sums)
         return parts.merged(mixed, log_sums)
 
@@ -108,19 +108,7 @@ class CudaLatentAttention:
 
     def _compile(self, q: Tensor, kv_layer: Tensor) -> None:
         """Launch every variant on an empty sequence, so that no later step waits for a compiler."""
-        nothing = torch.zeros(2, dtype=torch.int32, device=q.device)
-        empty = BatchLayout(
-            positions=nothing,
-            slots=nothing,
-            query_starts=nothing,
-            context_lens=nothing[:1],
-            block_tables=nothing[:1].view(1, 1),
-            num_decodes=1,
-            max_query_len=1,
-            max_context_len=1,
-            held_lens=nothing[:1],
-        )
         q = torch.zeros_like(q[:1])
         out = torch.empty((1, q.shape[1], self._values.shape[1]), dtype=q.dtype, device=q.device)
-        self._attend_decodes(q, kv_layer, replace(empty, max_context_len=_SPLIT), out)
-        self._attend_chunks(q, kv_layer, replace(empty, num_decodes=0), out)
+        self._attend_decodes(q, kv_layer, BatchLayout.of_nothing(q.device, _SPLIT), out)
+        self._attend_chunks(q, kv_layer, replace(BatchLayout.of_nothing(q.device), num_decodes=0), out)

@@ -1,4 +1,4 @@
-"""Which kernel attends from prompts: our own, or FlashAttention-3 where a setting asks for it.
+"""Choice of the kernel of prefill attention: our own, or FlashAttention-3 where a setting asks for it.
 
 FlashAttention-3 (Shah et al. 2024) is for Hopper and comes as a package of its own, `flash_attn_interface`. It reads
 the paged cache as it lies. Before it is taken for a shape and form of attention it is held against our kernel. No GPU
@@ -67,7 +67,7 @@ class FlashKernel:
         self._attend = module.flash_attn_with_kvcache
 
     def knows(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
-        """Tell whether it computes this form over such a cache; from shapes and plain numbers alone."""
+        """Return True if the kernel computes this form over this cache; from shapes and plain numbers alone."""
         is_16_bit = q.dtype in (torch.float16, torch.bfloat16) and kv_layer.dtype == q.dtype
         return is_16_bit and form.sinks is None and q.shape[2] <= 256 and q.shape[2] % 8 == 0
 
@@ -108,7 +108,7 @@ class PromptAttention:
         (self._flash or self._plain)(q, kv_layer, layout, form, out)
 
     def prepare(self, q: Tensor, kv_layer: Tensor, form: AttentionForm, empty: BatchLayout) -> None:
-        """Compile what is launched for such a shape and form, and check the kernel.
+        """Compile the kernels for this shape and form, and check the results.
 
         `empty` is a layout of a chunk without tokens. Raises ValueError where `fa3` is set and doesn't know the form,
         fails or is wrong.
@@ -122,7 +122,7 @@ class PromptAttention:
                 raise ValueError(f"prefill_kernel: fa3 {fault}; set prefill_kernel: plain")
 
     def _fault_of(self, flash: FlashKernel, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
-        """Say what keeps the kernel from such a shape and form: it must give the plain kernel's results."""
+        """Return why the kernel can't serve this shape and form: it must give the plain kernel's results."""
         if not flash.knows(q, kv_layer, form):
             return "doesn't know sinks, fp32, caches in FP8 or heads of more than 256"
         queries, kv, layout = _random_prompts(q, kv_layer, _CHECKED)

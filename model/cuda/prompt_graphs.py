@@ -1,8 +1,8 @@
 """Small steps that prompts are part of as CUDA graphs: one launch each, where the host would take longer than the GPU.
 
-A graph is captured for each of some shapes: rows for so many sequences that bring one token, and behind them for so
-many tokens of up to MOST_CHUNKS prompts. What a step leaves empty belongs to no sequence: its KV goes nowhere, nothing
-attends to it, and what is computed there is dropped. Lengths are read on the device, so launches follow the shape.
+A graph is captured for each of some shapes: rows for a number of sequences that bring one token, and behind them rows
+for the tokens of up to MOST_CHUNKS prompts. Rows that a step leaves empty belong to no sequence: their KV goes nowhere,
+nothing attends to them, and their results are dropped. Lengths are read on the device, so launches follow the shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,25 +30,28 @@ on its way for 0.7 ms at 25 GB/s."""
 MOST_CHUNKS = 7
 _TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _SINGLES = (8, 32, 128)
-_FEW_TOKENS = 384  # of prompts, beside which rows for decodes are told apart finely; beside more they are few anyway
+_FEW_TOKENS = (
+    384  # tokens of prompts up to which shapes differ finely in rows for decodes; beyond, decodes matter little
+)
 _NO_SLOT = -1
 
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """What fits into a graph."""
+    """Capacity of a graph."""
 
     singles: int  # sequences that bring one token
     tokens: int  # of all others together
 
     @property
     def rows(self) -> int:
-        """Of the model's matrices."""
+        """Rows of the model's matrices."""
         return self.singles + self.tokens
 
     @property
     def sequences(self) -> int:
-        """That have a place. The last is always empty: rows that nobody draws after attend to it."""
+        """Sequences that have a place. The last place is always empty: rows that no token is drawn after attend to
+        it."""
         return self.singles + MOST_CHUNKS + 1
 
 
@@ -70,11 +73,13 @@ def step_shapes(max_tokens: int, max_sequences: int, most_rows: int) -> list[Ste
 
 
 class _Inputs:
-    """Of steps of shapes up to `rows` and `sequences`, always in the same memory of one device. At first: of no
-    sequence."""
+    """Inputs of steps of shapes up to `rows` and `sequences`, always in the same memory of one device.
+
+    They are empty at first.
+    """
 
     def __init__(self, rows: int, sequences: int, width: int, groups: int, device: torch.device | None, pinned: bool):
-        """On the host where no device is named. Tables are `width` blocks wide."""
+        """Allocate the inputs, on the host where no device is named. Tables are `width` blocks wide."""
         # Kinds of numbers side by side, so that each kind is one copy.
         self.longs = torch.zeros(
             (4 + groups, max(rows, sequences)), dtype=torch.int64, device=device, pin_memory=pinned
@@ -87,7 +92,7 @@ class _Inputs:
 
 
 class PromptGraphs:
-    """Used on the engine's thread, on its current stream."""
+    """Replays small steps with prompts. Used on the engine's thread, on its current stream."""
 
     def __init__(
         self,
@@ -146,7 +151,7 @@ class PromptGraphs:
         Raises ValueError as make_layouts does.
         """
         layouts = make_layouts(steps, self._block_size, torch.device("cpu"), self._groups)
-        first, shift = layouts[0], shape.singles - singles  # chunks stand so many rows, and places, further down
+        first, shift = layouts[0], shape.singles - singles  # chunks move down by this many rows and places
         starts = first.query_starts.numpy()
         total, count, width = int(starts[-1]), len(steps), first.block_tables.shape[1]
 
@@ -180,7 +185,7 @@ class PromptGraphs:
         return width
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, shape: StepShape) -> Callable[[], None]:
-        """What leaves the logits of a step of a shape where all graphs do."""
+        """Return a function that computes the logits of a step of this shape into the place that all graphs share."""
         placed, rows, sequences = self._inputs.placed, shape.rows, shape.sequences
         first = BatchLayout(
             positions=placed.positions[:rows],

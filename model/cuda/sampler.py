@@ -1,4 +1,4 @@
-"""The sampler of GPUs: tokens are drawn and stay there, and come to the host when somebody asks for them.
+"""The sampler of GPUs: tokens are drawn and stay there, and reach the host only when they are collected.
 
 So the next step can be launched before this one's tokens are known. Same draws as model/sampling/sampler.py.
 """
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.batch import place
+from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.device_sampling import (
     DrawParameters,
@@ -21,7 +22,6 @@ from twostroke.model.cuda.kernels.device_sampling import (
     draw_on_device,
     mask_on_device,
 )
-from twostroke.model.launched_work import LaunchedWork
 from twostroke.model.sampling.draws import row_keys
 from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
 from twostroke.model.sampling.token_masks import TokenMasks
@@ -44,7 +44,7 @@ class DrawnTokens:
     _draws: Sequence[Draw]
 
     def collect(self) -> list[int]:
-        """Do what `wait` does, and have broken rows counted, and told to their draws. To be called once."""
+        """Wait as `wait` does, count broken rows, and note them at their draws. To be called once."""
         tokens, are_broken = self.wait(), self._on_host[1, : len(self.tokens)].tolist()
         if any(are_broken):
             self._sampler.num_broken_drawn += sum(are_broken)
@@ -79,7 +79,7 @@ class DeviceSampler:
     def sample(
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
     ) -> list[SampledToken]:
-        """As Sampler.sample: with log-probabilities, and waiting for the device."""
+        """Implement Sampler.sample, with log-probabilities; waits for the device."""
         tokens: list[SampledToken] = []
         for first in range(0, len(draws), _ROWS_AT_ONCE):
             some = slice(first, first + _ROWS_AT_ONCE)
@@ -88,7 +88,7 @@ class DeviceSampler:
         return tokens
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """As Sampler.score."""
+        """Implement Sampler.score."""
         blocks = [slice(first, first + _ROWS_AT_ONCE) for first in range(0, len(targets), _ROWS_AT_ONCE)]
         scored = [self._with_logprobs.score(logits[some], targets[some], num_alternatives) for some in blocks]
         return ScoredRows(
@@ -111,7 +111,7 @@ class DeviceSampler:
             parameters = _placed(
                 _staged(draws, positions, len(draws), self._is_cuda).to(self._device, non_blocking=True)
             )
-            drawn = draw_on_device(logits, parameters, _asked(draws))
+            drawn = draw_on_device(logits, parameters, _features_of(draws))
         return self.take(drawn, draws)
 
     def capture(self, logits: Tensor, sizes: Sequence[int], recorder: Recorder) -> None:
@@ -131,7 +131,7 @@ class DeviceSampler:
 
 MOST_CAPTURED_ROWS = 64
 """A draw is up to a dozen launches, of some 20 us each of the host's time: beside larger batches that is little."""
-_ASKED = [
+_FEATURES = [
     SamplingFeatures(False, False, False),
     *(SamplingFeatures(True, *filters) for filters in product((False, True), repeat=2)),
 ]
@@ -155,15 +155,15 @@ class CapturedDraws:
             _placed(given).temperature.zero_()
         self._drawn = {size: torch.zeros((2, size), dtype=torch.int64, device=logits.device) for size in sizes}
 
-        def drawing(size: int, asked: SamplingFeatures) -> Callable[[], None]:
-            given = _placed((self._parameters if asked.draws else greedy)[size])
+        def drawing(size: int, features: SamplingFeatures) -> Callable[[], None]:
+            given = _placed((self._parameters if features.draws else greedy)[size])
 
             def draw() -> None:
-                self._drawn[size].copy_(draw_on_device(logits[:size], given, asked))
+                self._drawn[size].copy_(draw_on_device(logits[:size], given, features))
 
             return draw
 
-        self._steps = {(size, asked): drawing(size, asked) for size in reversed(sizes) for asked in _ASKED}
+        self._steps = {(size, features): drawing(size, features) for size in reversed(sizes) for features in _FEATURES}
         with torch.inference_mode():
             self._replays = {key: recorder.record(step) for key, step in self._steps.items()}
 
@@ -172,10 +172,10 @@ class CapturedDraws:
         size = next((size for size in self._sizes if size >= len(draws)), None)
         if size is None or logits.data_ptr() != self._logits.data_ptr():
             return None
-        asked = _asked(draws)
-        if asked.draws:
+        features = _features_of(draws)
+        if features.draws:
             self._parameters[size].copy_(_staged(draws, positions, size, self._is_pinned), non_blocking=True)
-        self._replays[size, asked]()
+        self._replays[size, features]()
         return self._drawn[size]
 
 
@@ -217,6 +217,6 @@ def _temperature(sampling: SamplingParams) -> float:
     return 0.0 if sampling.top_k == 1 else sampling.temperature
 
 
-def _asked(draws: Sequence[Draw]) -> SamplingFeatures:
+def _features_of(draws: Sequence[Draw]) -> SamplingFeatures:
     random = [draw.sampling for draw in draws if _temperature(draw.sampling) > 0]
     return SamplingFeatures(bool(random), any(one.top_k > 0 for one in random), any(one.top_p < 1 for one in random))

@@ -14,7 +14,7 @@ from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 
 class ContextParts:
-    """What the ranks of a stage exchange in each layer. Used on the engine's thread."""
+    """Exchange of queries, results and latents among the ranks of a stage. Used on the engine's thread."""
 
     def __init__(self, parallel: TensorParallel):
         self._parallel = parallel
@@ -27,7 +27,7 @@ class ContextParts:
         return found.transpose(0, 1).contiguous().view(tokens, self.ranks * heads, width)
 
     def merged(self, mixed: Tensor, log_sums: Tensor) -> Tensor:
-        """What all ranks' tokens together give for the heads of this rank.
+        """Merge all ranks' results for the heads of this rank.
 
         mixed [T, all heads, R] are averages over this rank's tokens, and log_sums, fp32 [T, all heads], natural
         logarithms of their sums of weights, -inf where it has none. Returns [T, heads, R].

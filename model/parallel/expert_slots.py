@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from twostroke.model.backend import ExpertPlaces, Experts
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
 
 STEP_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
-"""That may move before one step: some ms over loopback; 0.2 ms at 200 GB/s."""
+"""Maximum bytes that move before one step: some ms over loopback; 0.2 ms at 200 GB/s."""
 
 
 def make_places(shard: Shard, number: int, spare: int, device: torch.device) -> ExpertPlaces:
-    """Of a layer of `number` experts, with `spare` slots on each rank, which hold nothing yet."""
+    """Return the places of a layer's `number` experts, with `spare` slots on each rank, which are empty at first."""
     held = shard.experts(number)
     shape = (number, 1 + shard.size)
     places = ExpertPlaces(
@@ -32,7 +33,7 @@ def make_places(shard: Shard, number: int, spare: int, device: torch.device) -> 
 
 
 def use_copies(places: ExpertPlaces, copies: LayerCopies, rank: int) -> None:
-    """From now on, on the rank."""
+    """Change, in place, which copies this rank uses."""
     slots, holders = torch.full(places.slots.shape, places.number, dtype=torch.int32), torch.zeros_like(places.holders)
     for expert, found in enumerate(copies.holders(len(holders))):
         slots[expert, 0] = holders[expert, 0] = len(found)
@@ -52,7 +53,8 @@ def ranks_of(chosen: Tensor, places: ExpertPlaces) -> Tensor:
 
 
 class ExpertSlots:
-    """Of one rank, all layers'. Its methods are called on the engine's thread, by all ranks in one order."""
+    """Slots of one rank for copies of experts, in all layers. Methods run on the engine's thread, on all ranks in one
+    order."""
 
     def __init__(self, layers: Sequence[Experts | None], spare: int, parallel: TensorParallel):
         """`spare`: of a rank's slots of a layer, those for copies.
@@ -73,7 +75,7 @@ class ExpertSlots:
         self.expert_bytes = sum(part.nbytes for part in experts[0].slot_memory(0))
 
     def arrange(self, order: ArrangeExperts) -> None:
-        """With all other ranks, which have to be told the same."""
+        """Move weights and change the copies in use, together with all other ranks, which must get the same order."""
         rank = self._parallel.shard.rank
         for copies in order.copies:
             places = self._of(copies.layer).places

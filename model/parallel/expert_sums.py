@@ -1,4 +1,4 @@
-"""What the ranks' experts make of a step's tokens, summed by an all-to-all: fewer bytes than an all-reduce, and a wait.
+"""Sum of the ranks' experts' outputs by an all-to-all, instead of an all-reduce: fewer bytes, but a wait.
 
 Attention's sum has left all rows on all ranks, so a rank finds those for its experts at home, and nothing is sent to
 experts. All ranks route all tokens alike, so each knows how many rows the others will send it: no counts travel either.
@@ -16,19 +16,21 @@ from torch import Tensor
 
 from twostroke.model.backend import ExpertPlaces
 from twostroke.model.parallel.expert_slots import ranks_of
-from twostroke.model.parallel.tensor_parallel import Shard, TensorParallel
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 LEAST_SAVED_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
-"""Of each rank's, in one sum, for which the price is paid: about 0.07 ms at 200 GB/s, and 0.5 ms over loopback."""
+"""Bytes that each rank must save in one sum to make up for the price: about 0.07 ms at 200 GB/s, and 0.5 ms over
+loopback."""
 
 
 def saved_bytes(tokens: int, row_bytes: int, top_k: int, ranks: int) -> float:
-    """Of those that each rank sends in an all-reduce, what an all-to-all does not."""
+    """Return the bytes that each rank sends in an all-reduce and not in an all-to-all."""
     return (ranks - 1) / ranks * tokens * row_bytes * (1 - 1 / ranks) ** top_k
 
 
 def pays(y: Tensor, top_k: int, shard: Shard) -> bool:
-    """Whether `sum_of_experts` is to be taken for y [T, hidden], the same on all ranks."""
+    """Return True if `sum_of_experts` should be taken for y [T, hidden]: the same answer on all ranks."""
     if not shard.has_whole_experts or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     saved = saved_bytes(y.shape[0], y.shape[1] * y.element_size(), top_k, shard.size)

@@ -1,4 +1,4 @@
-"""What NCCL says of the networks that its connections take: only its log tells that it fell back to sockets.
+"""NCCL's log lines about the networks of its connections: only its log tells that it fell back to sockets.
 
 `NCCL_DEBUG=INFO` has a line for each channel of a connection between processes (NVIDIA's guide to NCCL, "Environment
 Variables", has the variables; the lines are those of NCCL 2.19 to 2.28):
@@ -29,7 +29,7 @@ class NcclLog:
         self._beginning = threading.Lock()
 
     def begin(self) -> None:
-        """Have NCCL write here from its first group on, unless somebody has asked it for a log already."""
+        """Have NCCL write here from its first group on, unless the environment already asks for a log."""
         with self._beginning:
             asked = os.environ.get(_FILE, "") if _DEBUG in os.environ or _FILE in os.environ else _OURS
             # A parent's, which this process has inherited, is as good as none.
@@ -40,7 +40,7 @@ class NcclLog:
 
     @property
     def num_bytes(self) -> int:
-        """So far; 0 where nothing is written here."""
+        """Bytes written so far; 0 where nothing is written here."""
         return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def networks_since(self, start: int) -> Counter[str]:

@@ -15,7 +15,7 @@ from twostroke.model.step import (
     Draw,
     Engine,
     OnLayer,
-    PromptReading,
+    PromptScorer,
     SequenceStep,
 )
 from twostroke.protocol.errors import ConnectionLost, WorkerLost
@@ -55,22 +55,22 @@ class RankConnections:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, once the ranks can't be relied on any more."""
         self.expert_hits: dict[int, tuple[tuple[int, ...], ...]] = {}
-        """What a rank of each other stage told last."""
+        """Counters that a rank of each other stage reported last."""
         self._watchers: list[Callable[[int, TransferEnded], None]] = []
         self._numbers = 0
 
     @property
     def others(self) -> range:
-        """All ranks but 0."""
+        """Numbers of all ranks but 0."""
         return range(1, self._size)
 
     @property
     def loss(self) -> str | None:
-        """Why the ranks can't be relied on any more; None while they can."""
+        """Reason why the ranks can't be relied on any more; None while they can."""
         return self.lost.result() if self.lost.done() else None
 
     def new_number(self) -> int:
-        """One that no transfer of this worker has had."""
+        """Return a number that no transfer of this worker has had."""
         self._numbers += 1
         return self._numbers
 
@@ -79,7 +79,7 @@ class RankConnections:
         self._watchers.append(on_ended)
 
     async def listen(self, host: str) -> Address:
-        """Where the ranks are to connect. Raises ConnectionLost where `host` can't be listened on."""
+        """Return the address for the ranks to connect to. Raises ConnectionLost where `host` can't be listened on."""
         self._listener = await self._network.listen(host, self._serve)
         return self._listener.address
 
@@ -99,7 +99,7 @@ class RankConnections:
             raise WorkerLost(self.loss)
 
     def tell(self, message: Message) -> None:
-        """Send it to every rank; never waits. A lost rank is told of by `lost` alone."""
+        """Send a message to every rank; never waits. Only `lost` reports a lost rank."""
         for rank, connection in self._connections.items():
             try:
                 connection.send(message)
@@ -159,19 +159,20 @@ class RankConnections:
 
 
 BLAME_S = 0.2
-"""How long a step that failed waits to hear that it was for another rank: a collective may notice first, and less."""
+"""Seconds that a failed step waits to hear of another rank's failure: a collective may notice it first, and tells less.
+"""
 
 
 @dataclass(frozen=True)
 class Rebalancing:
-    """Of experts among the ranks, between steps."""
+    """Rebalancing of experts among the ranks, between steps."""
 
     next: Callable[[], ArrangeExperts | None]  # what all ranks are to do before the step that is about to begin
     arrange: Callable[[ArrangeExperts], Awaitable[None]]  # does rank 0's part, before any step that is asked for later
 
 
 class TensorParallelEngine:
-    """Implements model.step.Engine: every step is told to the other ranks first, and then begun on the own one.
+    """Implements model.step.Engine: each step is sent to the other ranks first, and then begins on this one.
 
     As with one rank, the next step is begun while the one before is under way: the ranks hand on what was drawn among
     themselves (ModelRunner.launch). Only steps that announce layers run alone, since what is said of the KV of one must
@@ -185,11 +186,11 @@ class TensorParallelEngine:
         self._turn = asyncio.Lock()  # to begin a step
         self._last: asyncio.Task[list[SampledToken | None]] | None = None
         self._last_announces = False
-        self._arranging: asyncio.Future[None] | None = None  # kept, or nobody would
+        self._arranging: asyncio.Future[None] | None = None  # kept, or the task would be collected
 
     @property
     def num_broken_rows(self) -> int:
-        """As Engine.num_broken_rows: rank 0 alone has whole rows."""
+        """Implement Engine.num_broken_rows: only rank 0 has whole rows."""
         return self._own.num_broken_rows
 
     async def step(
@@ -198,7 +199,8 @@ class TensorParallelEngine:
         on_layer: OnLayer | None = None,
         copies: Sequence[BlockCopy] = (),
     ) -> list[SampledToken | None]:
-        """As Engine.step. Raises WorkerLost as soon as a rank is lost, though the own part may hang for it."""
+        """Implement Engine.step. Raises WorkerLost as soon as a rank is lost, though this rank's part may hang for
+        it."""
         is_wanted = True
 
         def deliver(layer: int) -> None:
@@ -244,12 +246,12 @@ class TensorParallelEngine:
             running = asyncio.create_task(self._own.step(batch, on_layer, copies))
         drawn = await running
         if before is not None:
-            await asyncio.wait({before})  # ends are told in the steps' order
+            await asyncio.wait({before})  # ends are reported in the steps' order
         self._ranks.tell(StepEnded())
         return drawn
 
     def _arrange_experts(self) -> None:
-        """Where they are to change; a failure is that of the step behind it, too."""
+        """Arrange experts where they are to change; a failure also fails the step behind it."""
         if self._rebalancing is None or (order := self._rebalancing.next()) is None:
             return
         self._ranks.tell(order)
@@ -258,9 +260,9 @@ class TensorParallelEngine:
 
 
 def for_ranks(step: SequenceStep) -> RankSequence:
-    """What the other ranks are told of it."""
-    reading = step.reading
-    scored_rows = None if reading is None else len(reading.targets(step.start, len(step.token_ids)))
+    """Return what the other ranks need of a step."""
+    scorer = step.scorer
+    scored_rows = None if scorer is None else len(scorer.targets(step.start, len(step.token_ids)))
     return RankSequence(
         tuple(step.token_ids),
         step.start,
@@ -278,15 +280,15 @@ _LARGEST = Draw(SamplingParams(temperature=0.0), history=(), num_prompt_tokens=0
 
 
 def as_on_rank_0(each: RankSequence) -> SequenceStep:
-    """What another rank computes for it: all that the leader does, and as many rows' logits."""
+    """Return another rank's step: all that the leader computes, with as many rows of logits."""
     draw = None if not each.draws else _LARGEST if each.takes_largest else _DRAWN_ELSEWHERE
-    reading = None
+    scorer = None
     if each.scored_rows is not None:
-        reading = PromptReading(ScoringParams(logprobs=0), range(each.start + 1 + each.scored_rows))
-    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, reading, each.copied_from)
+        scorer = PromptScorer(ScoringParams(logprobs=0), range(each.start + 1 + each.scored_rows))
+    return SequenceStep(each.token_ids, each.start, each.block_ids, draw, each.follows, scorer, each.copied_from)
 
 
 def _look_at(stepping: "asyncio.Future[Any]") -> None:
-    """Its error says nothing new to a caller that has gone: the ranks are lost, or the next step will fail too."""
+    """Consume the error of an abandoned step: the ranks are lost, or the next step will fail too."""
     if not stepping.cancelled():
         stepping.exception()

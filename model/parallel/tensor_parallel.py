@@ -1,4 +1,4 @@
-"""What the ranks of one engine do together: Megatron's scheme (Shoeybi et al. 2019).
+"""Tensor parallelism of one engine's ranks by Megatron's scheme (Shoeybi et al. 2019).
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
 one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
@@ -22,57 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 from twostroke.model.parallel.nccl_log import NCCL_LOG
-from twostroke.model.parallel.stages import ONLY_STAGE, Stage, StageLink
+from twostroke.model.parallel.pipeline import StageLink
 from twostroke.protocol.requests import Address
 
 if TYPE_CHECKING:  # Triton is imported only where there is a GPU
     from twostroke.model.cuda.kernels.peer_sums import PeerSums
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Which part of the weights a rank holds."""
-
-    rank: int = 0
-    size: int = 1
-    has_whole_experts: bool = False  # a part of a layer's experts, and not a part of each
-
-    def part(self, length: int) -> slice:
-        """This rank's equal part of `length` rows or columns: `check_size` has seen that they can be shared evenly."""
-        step = length // self.size
-        return slice(self.rank * step, (self.rank + 1) * step)
-
-    def experts(self, number: int) -> slice:
-        """Those of a layer that this rank holds something of: whole ones are as many as of any other rank, or one less
-        or more."""
-        if not self.has_whole_experts:
-            return slice(0, number)
-        return slice(self.rank * number // self.size, (self.rank + 1) * number // self.size)
-
-    def inside_experts(self, size: int) -> slice:
-        """The features between projections that it holds of each of them."""
-        return slice(0, size) if self.has_whole_experts else self.part(size)
-
-    def kv_heads(self, num_kv_heads: int) -> slice:
-        """The KV heads of this rank; ranks beyond their number hold copies. As `KVLayout.first_head`."""
-        first = self.rank * num_kv_heads // self.size
-        return slice(first, first + max(1, num_kv_heads // self.size))
-
-    def vocabulary(self, vocab_size: int) -> slice:
-        """This rank's tokens; all parts have one size but the last, which may be shorter or empty."""
-        step = -(-vocab_size // self.size)
-        return slice(min(self.rank * step, vocab_size), min((self.rank + 1) * step, vocab_size))
-
-    def vocabulary_size(self, vocab_size: int) -> int:
-        """Of this rank's tokens."""
-        part = self.vocabulary(vocab_size)
-        return int(part.stop - part.start)
-
-
-WHOLE_MODEL = Shard()
 
 
 class TensorParallel(Protocol):
@@ -83,28 +41,29 @@ class TensorParallel(Protocol):
 
     @property
     def stage(self) -> Stage:
-        """Of which these are the ranks."""
+        """Stage of these ranks."""
 
     @property
     def link(self) -> StageLink | None:
-        """With the other stages; None: there are none."""
+        """Link with the other stages; None: there are none."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into x."""
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """As Backend.add_rms_norm of the sum of x over the ranks, in one; None, on all ranks, where there is no such
-        kernel for it."""
+        """Sum x over the ranks and apply Backend.add_rms_norm, in one kernel; None, on all ranks, where no such kernel
+        takes x."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Each rank's x, of one shape and dtype, in order on rank 0, which alone draws; nothing on the others."""
+        """Gather x, of one shape and dtype, on rank 0, which alone draws, in the ranks' order; returns nothing on the
+        others."""
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """All-to-all: `rows` [sum of sent, hidden] are for rank 0 the first sent[0], and so on. Returns what came, from
         rank 0 first: received[r] rows of rank r, which has to send as many."""
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """All ranks' rows, as many of each, one rank's below the other's, on all of them."""
+        """Gather all ranks' rows, the same number of each, one rank's below the other's, on all of them."""
 
     def from_rank_0(self, x: Tensor) -> Tensor:
         """Rank 0's x on every rank; may be written into x, which has one shape and dtype on all."""
@@ -149,7 +108,7 @@ class SingleRank:
 
 
 GROUP_TIMEOUT_S = 300.0
-"""How long a rank waits in a collective for the others, which may still load. Dead ones are noticed elsewhere."""
+"""Seconds that a rank waits in a collective for others, which may still load. Dead ranks are noticed elsewhere."""
 JOIN_S = 5.0
 NCCL_ENVIRONMENT = {
     # By default torch ends the process once an operation fails or is too long under way: a dead peer would take this
@@ -159,7 +118,7 @@ NCCL_ENVIRONMENT = {
     # ends the process eight minutes later.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # The watchdog of a group with a failed operation sleeps four times as long, by default a minute, and whoever aborts
+    # The watchdog of a group with a failed operation sleeps four times as long, by default a minute, and an abort of
     # the group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
@@ -175,7 +134,7 @@ def listening_store(host: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gloo_host: str | None) -> Any:
-    """One of gloo, whose connections come to `gloo_host`, or of NCCL where that is None.
+    """Return a group of gloo that listens on `gloo_host`, or of NCCL where that is None.
 
     Torch's stubs know neither gloo's options nor a backend's operations.
     """
@@ -193,7 +152,7 @@ def process_group(store: PrefixStore, rank: int, size: int, timeout_s: float, gl
 
 
 class Rendezvous:
-    """Where the ranks of one engine find each other. Rank 0's process has it, for as long as the group lives."""
+    """Meeting point of one engine's ranks. Rank 0's process has it, for as long as the group lives."""
 
     def __init__(self, host: str):
         """Listens on a free port of `host`."""
@@ -203,7 +162,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank of an engine this process is to be, and where it finds the others."""
+    """Rank of an engine that this process is to be, and the address of the others."""
 
     rank: int  # of all stages
     rendezvous: Address
@@ -227,7 +186,7 @@ class GroupRanks:
         """
         self.shard = shard
         self.stage = stage
-        # The rendezvous is there before any rank is started: who can't reach it at once comes after its end.
+        # The rendezvous starts before any rank: a rank that can't reach it at once is late, after its end.
         joined = TCPStore(rendezvous.host, rendezvous.port, None, False, timedelta(seconds=JOIN_S), False)
         joined.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
         self._store = PrefixStore(f"tp/{stage.index}", joined)
@@ -245,14 +204,14 @@ class GroupRanks:
             self.link = StageLink(group, stage)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """As TensorParallel.all_reduce; written into x."""
+        """Implement TensorParallel.all_reduce; writes into x."""
         if self.shard.size > 1:
             self._group.allreduce([x]).wait()
         return x
 
     def join_peers(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> None:
-        """From now on sum few tokens over the GPUs' own memory, where all of each stage can read each other's. All
-        ranks at once; a log line of rank 0 says what has come of it. `open_sums` may raise RuntimeError and
+        """Sum few tokens over the GPUs' own memory from now on, where all ranks of each stage can load from each other.
+        All ranks call it together; a log line of rank 0 names the result. `open_sums` may raise RuntimeError and
         AttributeError."""
         fault = self._peers_fault(open_sums)
         faults = [fault for fault in self.exchange(fault) if fault]
@@ -262,7 +221,7 @@ class GroupRanks:
             _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
 
     def _peers_fault(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> str:
-        # Before anybody waits for the others in a rendezvous that one of them can't come to.
+        # Agree first, before any rank waits in a rendezvous that another one can't reach.
         first = self.stage.index * self.shard.size
         indices = [int(word) for word in self.exchange(str(self._device.index or 0))][first : first + self.shard.size]
         own = indices[self.shard.rank]
@@ -277,36 +236,36 @@ class GroupRanks:
         return ""
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """As TensorParallel.sum_add_norm."""
+        """Implement TensorParallel.sum_add_norm."""
         if self._sums is None or not self._sums.takes(x):
             return None
         return self._sums.sum_add_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """As TensorParallel.gather."""
+        """Implement TensorParallel.gather."""
         parts = [torch.empty_like(x) for _ in range(self.shard.size)] if self.shard.rank == 0 else []
         self._group.gather(parts, x, 0).wait()
         return parts
 
     def exchange_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """As TensorParallel.exchange_rows."""
+        """Implement TensorParallel.exchange_rows."""
         found = rows.new_empty((sum(received), *rows.shape[1:]))
         self._group.alltoall_base(found, rows, received, sent).wait()
         return found
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """As TensorParallel.gather_rows."""
+        """Implement TensorParallel.gather_rows."""
         found = rows.new_empty((len(rows) * self.shard.size, *rows.shape[1:]))
         self._group._allgather_base(found, rows).wait()
         return found
 
     def from_rank_0(self, x: Tensor) -> Tensor:
-        """As TensorParallel.from_rank_0; written into x."""
+        """Implement TensorParallel.from_rank_0; writes into x."""
         self._group.broadcast(x, 0).wait()
         return x
 
     def exchange(self, word: str) -> list[str]:
-        """As TensorParallel.exchange, over the rendezvous."""
+        """Implement TensorParallel.exchange over the rendezvous."""
         self._num_words += 1
         self._words.set(f"{self._num_words}/{self._rank}", word)
         ranks = range(self.stage.count * self.shard.size)
@@ -314,11 +273,11 @@ class GroupRanks:
 
     @property
     def _rank(self) -> int:
-        """Of all stages."""
+        """Rank among those of all stages."""
         return self.stage.index * self.shard.size + self.shard.rank
 
     def leave(self) -> None:
-        """As TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
+        """Implement TensorParallel.leave. Gloo's groups end by themselves, once a rank's process or group has."""
         if self._is_nccl:
             self._group.abort()
             if self.link is not None:

@@ -16,7 +16,7 @@ from twostroke.protocol.errors import ConfigError
 
 GIB = 2**30
 Number = Literal["fp32", "bf16", "fp8", "int8", "fp4"]
-"""What a product multiplies in. fp16 is as fast as bf16."""
+"""Number format of a product. fp16 is as fast as bf16."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Hardware:
 
     @property
     def itemsize(self) -> float:
-        """Bytes of such a number."""
+        """Bytes of the native number."""
         return 2.0 if self.native == "bf16" else 4.0
 
     def peak(self, number: Number | None = None, *, is_sparse: bool = False) -> float:
@@ -73,8 +73,8 @@ class Efficiency:
 
 PEAK = Efficiency(1.0, 1.0, 0.0)
 EFFICIENCY = Efficiency(compute=0.55, read=0.72)
-"""Of Llama-3.1-8B on an H100 as docs/results/index.md predicts it: 0.7 of the 798 TFLOP/s and 0.8 of the 3.0 TB/s
-that its own kernels reach. No GPU has confirmed it."""
+"""Efficiency for Llama-3.1-8B on an H100 as docs/results/index.md predicts it: 0.7 of the 798 TFLOP/s and 0.8 of the
+3.0 TB/s that its own kernels reach. No GPU has confirmed it."""
 
 
 def efficiency_of(text: str | None) -> Efficiency:

@@ -39,7 +39,8 @@ MODELS: Mapping[str, Published] = read_models(_FILE.read_bytes(), str(_FILE))
 
 
 def known_as(name: str, *, is_served: bool = True) -> str | None:
-    """Return the table's name of a model, whoever's copy of it `name` is; None where it is none, or lies here.
+    """Return the table's name of a model, whose hub id may have any owner; None where it is unknown, or is a local
+    folder.
 
     `is_served`: only models that a family of ours computes.
     """

@@ -39,7 +39,7 @@ _FIRST_PASS = 1024  # largest logits looked at before top_p resorts to a full so
 
 @dataclass(frozen=True)
 class DrawBatch:
-    """Which rows to draw from, and how; arrays of one length R. `temperature` is positive."""
+    """Rows to draw from, with their parameters; arrays of one length R. `temperature` is positive."""
 
     rows: NDArray[np.int64]
     temperature: NDArray[np.float64]
@@ -65,7 +65,7 @@ class SamplingKernels(Protocol):
         """Token ids [R, min(count, V)] of the largest logits, the largest first, of equal ones the lower id."""
 
     def draw(self, logits: Tensor, best: NDArray[np.int64], batch: DrawBatch) -> NDArray[np.int64]:
-        """One token id for each of `batch.rows`. `best` [R]: their argmax, whose logits are finite."""
+        """Return one token id for each of `batch.rows`. `best` [R]: their argmax, whose logits are finite."""
 
 
 def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.uint64]:

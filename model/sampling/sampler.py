@@ -1,4 +1,4 @@
-"""From a step's logits to its tokens: log-probabilities, adjustments, greedy choice or seeded draw.
+"""Sampling on the host: log-probabilities, adjustments, greedy choice or seeded draw.
 
 A token depends on its own row of logits, its Draw and its position: never on the batch around it. What is drawn, to the
 bit, stands in model/sampling/draws.py.
@@ -88,7 +88,7 @@ class Sampler:
         return [SampledToken(token) for token in tokens.tolist()]
 
     def score(self, logits: Tensor, targets: NDArray[np.int64], num_alternatives: int) -> ScoredRows:
-        """How likely `targets` [N] are by `logits` (fp32 [N, V], may be modified), and the likeliest tokens."""
+        """Score `targets` [N] by `logits` (fp32 [N, V], may be modified), and return the likeliest tokens too."""
         logits = logits.detach().contiguous()
         self._mend(logits, *self._kernels.argmax(logits))
         rows, ids = np.arange(len(targets)), targets[:, None]
@@ -108,7 +108,7 @@ class Sampler:
         return [SampledToken(token) for token in tokens]
 
     def _logprobs(self, logits: Tensor, rows: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Of `ids` [R, K] in `rows` [R]."""
+        """Return the log-probabilities of `ids` [R, K] in `rows` [R]."""
         row_index = torch.from_numpy(rows).to(logits.device)[:, None]
         values = logits[row_index, torch.from_numpy(ids).to(logits.device)].double().cpu().numpy()
         logprobs = np.full(values.shape, LEAST_LOGPROB)
@@ -135,7 +135,7 @@ class Sampler:
     def _with_logprobs(
         self, raw: Tensor, tokens: NDArray[np.int64], reported: NDArray[np.int64], draws: Sequence[Draw]
     ) -> list[SampledToken]:
-        """All rows' tokens, with log-probabilities of the raw distribution for the `reported` rows."""
+        """Return all rows' tokens, with log-probabilities of the raw distribution for the `reported` rows."""
         results = [SampledToken(token) for token in tokens.tolist()]
         counts = [draws[i].sampling.logprobs or 0 for i in reported]
         ids = tokens[reported, None]
@@ -151,7 +151,7 @@ class Sampler:
 
 
 def unsound_rows(tokens: Sequence[int], are_broken: Sequence[int]) -> list[int]:
-    """Rows of broken logits of which nothing was left: token 0 stands for that."""
+    """Return the rows of broken logits without any token left: token 0 stands for them."""
     return [row for row, (token, broken) in enumerate(zip(tokens, are_broken, strict=True)) if broken and token == 0]
 
 

@@ -1,4 +1,4 @@
-"""Which tokens may be drawn next, of requests whose answers follow a grammar.
+"""Masks of the tokens that may be drawn next, for requests whose answers follow a grammar.
 
 A mask is a row of bits: bit t % 32 of word t // 32 is 1 where token t may be drawn. Rows of other requests have none.
 """
@@ -28,7 +28,7 @@ class TokenMasks:
     words: NDArray[np.int32]  # [R, ceil(V / 32)]
 
     def within(self, first: int, end: int) -> "TokenMasks":
-        """Those of the rows from `first` to `end`, counted from there."""
+        """Return the rows from `first` to `end`, counted from `first`."""
         some = slice(*np.searchsorted(self.rows, (first, end)))
         return TokenMasks(self.rows[some] - first, self.words[some])
 

@@ -21,8 +21,9 @@ def gather_logits(logits: Tensor, vocab_size: int, parallel: TensorParallel) -> 
 
 
 def largest_of_ranks(logits: Tensor, vocab_size: int, parallel: TensorParallel) -> Tensor | None:
-    """From each rank's part fp32 [N, its vocabulary], on rank 0: int64 [2, N], the token of each row's largest logit,
-    and whether the row held NaN, which is never drawn, or +inf, which is the largest number. None on other ranks.
+    """Return, on rank 0, int64 [2, N]: the token of each row's largest logit, from each rank's part fp32 [N, its
+    vocabulary], and a flag for rows that held NaN, which is never drawn, or +inf, which counts as the largest number.
+    None on other ranks.
 
     Of equal logits the first token is drawn; token 0 where there is nothing but NaN and -inf.
     """

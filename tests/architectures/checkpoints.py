@@ -65,7 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 33},
     "vaultgemma": {**FOUR_HEADS, **_WINDOWS, "head_dim": 16, "query_pre_attn_scalar": 40},
 }
-"""By model type, with `:` and a name where there are several: what differs from the common fields."""
+"""Differences from the common fields by model type, with `:` and a name where there are several."""
 
 OURS: dict[str, dict[str, Any]] = {
     "llama": {},

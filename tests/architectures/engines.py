@@ -13,13 +13,8 @@ from tests.rigs.kv_pair import Pair, make_pair
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.parallel.tensor_parallel import (
-    GroupRanks,
-    Rendezvous,
-    Shard,
-    SingleRank,
-    TensorParallel,
-)
+from twostroke.model.parallel.form import ParallelForm, Shard
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import Way, open_model
@@ -30,7 +25,8 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, MAX_CONTEXT = 8, 400, 1024
 GREEDY = SamplingParams(temperature=0.0)
 MIN_MARGIN = 2e-4
-"""Between the best two logits, far over fp32's rounding here: rows are compared up to their first nearer tie."""
+"""Minimum margin between the best two logits, far over fp32's rounding here: rows are compared up to their first nearer
+tie."""
 
 
 def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None = None) -> tuple[ModelRunner, KVCache]:
@@ -45,7 +41,7 @@ def make_engine(folder: Path, way: Way | None, parallel: TensorParallel | None =
         dtype=torch.float32,
         device=CPU,
         model_digest=model.digest() if shard.rank == 0 else "",
-        tp_size=shard.size,
+        parallel=ParallelForm(shard.size),
         rank=shard.rank,
     )
     sampler = Sampler(decoder.vocab_size) if shard.rank == 0 else None
@@ -64,7 +60,7 @@ def ranks(folder: Path, way: Way | None, size: int) -> Iterator[Ranks]:
 
 
 def reference(folder: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """What transformers generates greedily, prompt by prompt, each answer up to its first near-tie."""
+    """Return transformers' greedy answers, prompt by prompt, each up to its first near-tie."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config = GenerationConfig(
         max_new_tokens=new_tokens,

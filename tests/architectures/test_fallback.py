@@ -19,7 +19,8 @@ from twostroke.model.backend import LoadOptions
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
-from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
+from twostroke.model.parallel.form import ParallelForm, Shard
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.served import open_model
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
@@ -169,7 +170,7 @@ def test_projections_are_quantised_like_those_of_our_own_decoder(
     ]
     error = float((logits[1] - logits[0]).norm() / logits[0].norm())
     assert largest / 100 < error < largest
-    assert model.weight_bytes(torch.float32, quantization, 1) < 0.6 * model.weight_bytes(torch.float32, "none", 1)
+    assert model.weight_bytes(torch.float32, quantization) < 0.6 * model.weight_bytes(torch.float32, "none")
 
 
 def test_the_digest_goes_by_config_and_weights(tmp_path: Path, phi: Path) -> None:
@@ -257,7 +258,7 @@ def test_a_rank_is_said_to_hold_what_it_loads(name: str, tmp_path: Path) -> None
         for tensor in (*module._parameters.values(), *vars(module).values())
         if isinstance(tensor, torch.Tensor)
     }
-    assert model.weight_bytes(torch.float32, "none", 2) == 4 * (backend.count + sum(kept.values()))
+    assert model.weight_bytes(torch.float32, "none", ParallelForm(2)) == 4 * (backend.count + sum(kept.values()))
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.benchmarks.engine import MODELS, write_random_model
+from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig
-from twostroke.model.operations import MachineLimits, OperationWork, decode_work, prefill_work
-from twostroke.model.sizes import expected_shapes
+from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
+from twostroke.model.costs.sizes import expected_shapes
 
 
 def config_of(name: str) -> ModelConfig:

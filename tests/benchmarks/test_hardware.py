@@ -10,9 +10,9 @@ import torch
 from twostroke.cluster.cli import main
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.operations import MachineLimits
+from twostroke.model.costs.operations import MachineLimits
+from twostroke.model.machine_limits import row_of
 from twostroke.model.published.hardware import hardware_of
-from twostroke.model.this_machine import row_of
 from twostroke.planning.search import PlanConstraints, machine_of, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError

@@ -35,7 +35,7 @@ Report = dict[str, Any]
 
 
 class _Errors(logging.Handler):
-    """What was logged as an error: nothing should be."""
+    """Errors that were logged; there should be none."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -46,7 +46,7 @@ class _Errors(logging.Handler):
 
 
 class WorkerProcess:
-    """What runs in the process. Each public coroutine is a command."""
+    """Commands of the process. Each public coroutine is one."""
 
     def __init__(self, control: socket.socket, worker_id: str, epoch: int, transport: str):
         self._control = control
@@ -98,7 +98,7 @@ class WorkerProcess:
                 tasks.create_task(self._answer(number, call(**command)))
 
     async def _commands(self) -> AsyncIterator[Report]:
-        """As they come, until the parent is gone. The socket stays a blocking one, for the reports."""
+        """Yield commands until the parent is gone. The socket stays a blocking one, for the reports."""
         loop = asyncio.get_running_loop()
         received: asyncio.Queue[bytes] = asyncio.Queue()
         loop.add_reader(self._control, lambda: received.put_nowait(self._control.recv(65536)))
@@ -175,7 +175,7 @@ class WorkerProcess:
     # --- looking after ---
 
     async def census(self) -> Report:
-        """What this process holds."""
+        """Return what this process holds."""
         return {
             "census": {
                 **take_census(),

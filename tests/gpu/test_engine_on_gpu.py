@@ -16,6 +16,7 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import Drawing, StepInput, make_layout
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.config import Quantization
 from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
@@ -51,7 +52,7 @@ def folder(write_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def made(folder: Path, backend: "CudaBackend") -> tuple[Decoder, KVCache]:
-    """In bf16, over a cache of random values."""
+    """Return a decoder in bf16, over a cache of random values."""
     decoder, cache = make_decoder(
         folder,
         backend,
@@ -82,12 +83,12 @@ def runner_of(made: tuple[Decoder, KVCache], *, is_captured: bool) -> ModelRunne
     from twostroke.model.cuda.sampler import DeviceSampler
 
     decoder, cache = made
-    captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST) if is_captured else None
-    return ModelRunner(decoder, DeviceSampler(VOCAB, cache.tensors[0].device), cache, MAX_CONTEXT, captured)
+    replays = StepReplays(CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST)) if is_captured else ALL_EAGER
+    return ModelRunner(decoder, DeviceSampler(VOCAB, cache.tensors[0].device), cache, MAX_CONTEXT, replays)
 
 
 def test_captured_steps_have_the_bits_of_eager_ones(made: tuple[Decoder, KVCache]) -> None:
-    """At sizes that have a graph: what rows there are beside a row decides nothing else than the kernel."""
+    """Sizes have a graph: rows beside a row may only decide the choice of the kernel."""
     decoder, cache = made
     device = cache.tensors[0].device
     captured = CudaGraphSteps(decoder, cache, MAX_CONTEXT, MOST)
@@ -186,7 +187,7 @@ def test_a_step_that_draws_nothing_ends_when_its_keys_and_values_are_there(made:
 
 
 def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
-    from tests.kernels.test_device_sampling import parameters_of
+    from tests.kernels.steps.test_device_sampling import parameters_of
     from twostroke.model.cuda.kernels.device_sampling import draw_on_device
 
     cases = [
@@ -216,7 +217,7 @@ def test_the_device_draws_what_the_reference_does_over_all_parameters() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64])
 def test_draws_are_captured_in_a_graph_and_follow_its_inputs(rows: int) -> None:
-    from tests.kernels.test_device_sampling import parameters_of
+    from tests.kernels.steps.test_device_sampling import parameters_of
     from twostroke.model.cuda.kernels.device_sampling import draw_on_device
 
     logits = torch.randn((2, rows, 128256), generator=torch.Generator().manual_seed(rows)).to("cuda") * 3
@@ -283,7 +284,7 @@ def test_a_gpu_without_room_says_so_in_one_line(folder: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_engines_prefer_tokens_as_bf16_does(folder: Path, quantization: Quantization) -> None:
-    """By the log-probabilities of a prompt's likeliest tokens."""
+    """Preference is compared by log-probabilities of a prompt's likeliest tokens."""
     prompt = [3 + row % 80 for row in range(150)]
 
     def likeliest(kind: Quantization) -> dict[int, float]:

@@ -142,7 +142,7 @@ async def test_a_pair_of_processes_exchanges_chunks_over_nccl(monkeypatch: pytes
 
 
 def test_layers_are_announced_while_the_gpu_computes_and_their_kv_is_there() -> None:
-    from twostroke.model.cache.kv_cache import layer_announcer
+    from twostroke.model.cache.layer_announcer import layer_announcer
 
     values = [torch.zeros(1 << 20, device="cuda") for _ in range(6)]
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

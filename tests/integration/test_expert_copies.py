@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
-from tests.model.test_conformance import FAMILY_SHAPES
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from twostroke.model.parallel import expert_slots
 from twostroke.model.parallel.ranked_engine import TensorParallelEngine
 from twostroke.protocol.errors import WorkerLost
@@ -43,7 +43,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def often_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process rank 0 decides for all."""
+    """Make rank 0 of this process decide often and move copies in pieces."""
     monkeypatch.setattr(expert_balance, "EXAMINE_S", 0.05)
     monkeypatch.setitem(expert_slots.STEP_BYTES, "cpu", 2000)
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.integration.local_fleet import GREEDY, VOCAB, Served, Shape, serve
 from tests.kernels.paged_cases import ReferenceBackend
+from tests.model.architectures.test_conformance import random_prompts
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import random_prompts
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.protocol.kv_layout import FP8

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
-from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.kvtransfer.transports.tcp import TcpStream
 
 NEW_TOKENS = 24

@@ -1,4 +1,4 @@
-"""What the calculators say of a model, and what a server of it counts: the same bytes."""
+"""The calculators and a server count the same bytes of a model."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,12 @@ import pytest
 from safetensors import safe_open
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
-from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import ModelConfig
-from twostroke.model.fit import fit
-from twostroke.model.sizes import num_parameters, weight_bytes
+from twostroke.model.costs.sizes import fit, num_parameters, weight_bytes
+from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 
 BLOCK = 16
 LENGTHS = (BLOCK, 3 * BLOCK, 8 * BLOCK)  # whole blocks, since no less is sent
@@ -26,10 +26,10 @@ MODELS: dict[str, dict[str, Any]] = {
 ITEMSIZE = 4  # fp32
 
 
-def planned(config: ModelConfig, *, ranks: int = 1, context_ranks: int = 1) -> Any:
-    weights = weight_bytes(config, ITEMSIZE, "none", ranks=ranks)
+def planned(config: ModelConfig, parallel: ParallelForm = ONE_RANK) -> Any:
+    weights = weight_bytes(config, ITEMSIZE, "none", parallel=parallel)
     sizes = {"itemsize": ITEMSIZE, "kv_itemsize": ITEMSIZE, "memory": 1 << 30}
-    return fit(config, weights, ranks=ranks, context_ranks=context_ranks, **sizes)
+    return fit(config, weights, parallel=parallel, **sizes)
 
 
 async def sent_bytes(served: Served, prompts: list[list[int]]) -> int:
@@ -73,7 +73,7 @@ async def test_ranks_are_sent_the_latents_that_they_are_to_hold(shares_context: 
     shape = Shape(
         "tcp", num_blocks=64, block_size=BLOCK, decode_ranks=2, shares_context=("decode",) if shares_context else ()
     )
-    found = planned(config, ranks=2, context_ranks=2 if shares_context else 1)
+    found = planned(config, ParallelForm(2, shares_contexts=shares_context))
     async with serve(folder, shape) as served:
         (cache,) = (
             parts.rank.loaded.kv_cache

@@ -13,7 +13,7 @@ import pytest
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
 from tests.integration.test_structured_output import site
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.step import Constraint, PromptReading
+from twostroke.model.step import Constraint, PromptScorer
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.router.observe.stages import SequenceStages
@@ -125,7 +125,7 @@ def test_a_request_that_no_step_can_take_in_is_refused_and_its_neighbours_finish
 
 
 class Broken(Exception):
-    """What nobody expects."""
+    """An error that nobody expects."""
 
 
 @pytest.mark.parametrize("error", [Broken, ValueError, RecursionError])
@@ -174,7 +174,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
     def fails(*args: Any) -> Any:
         raise Broken("a secret of the prompt")
 
-    monkeypatch.setattr(PromptReading, part, fails)
+    monkeypatch.setattr(PromptScorer, part, fails)
 
     async def play() -> None:
         async with serve(folder, Shape(None, num_blocks=256)) as served:
@@ -184,7 +184,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
             asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
             *beside, failed = await asyncio.gather(
                 *asked,
-                served.fleet.read(info.peer, msgspec.structs.replace(read, max_tokens=1)),
+                served.fleet.score_prompt(info.peer, msgspec.structs.replace(read, max_tokens=1)),
                 return_exceptions=True,
             )
             assert isinstance(failed, RequestError), failed

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.integration.local_fleet import GREEDY, VOCAB, Served, Shape, serve
+from tests.model.architectures.test_conformance import random_prompts
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import random_prompts
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
@@ -25,7 +25,7 @@ NUM_BLOCKS, BLOCK_SIZE = 32, 16
 
 
 async def answers(served: Served) -> list[list[int]]:
-    """To one prompt after the other: no row's sums depend on what runs beside it."""
+    """Return the answers to one prompt after the other, so that no row's sums depend on what runs beside it."""
     return [await served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS]
 
 
@@ -34,7 +34,7 @@ def drawn_over_one_cache(folder: Path, quantization: Any) -> list[list[int]]:
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
     whole, cache = make_decoder(folder, CpuBackend(), **sizes)
     quantised: Decoder = make_decoder(folder, CpuBackend(), quantization=quantization, **sizes)[0]
-    reads, writes = (ModelRunner(one, Sampler(VOCAB), cache, 512, None) for one in (whole, quantised))
+    reads, writes = (ModelRunner(one, Sampler(VOCAB), cache, 512) for one in (whole, quantised))
 
     def answer(prompt: list[int]) -> list[int]:
         tokens = list(prompt)

@@ -27,7 +27,14 @@ from tests.integration.local_fleet import (
     serve,
     worker_settings,
 )
-from tests.model.test_conformance import NEW_TOKENS, SEEDS, SHAPES, lengths_before_near_ties, random_prompts, reference
+from tests.model.architectures.test_conformance import (
+    NEW_TOKENS,
+    SEEDS,
+    SHAPES,
+    lengths_before_near_ties,
+    random_prompts,
+    reference,
+)
 from twostroke.cluster.ranks.led_ranks import LedRanks
 from twostroke.cluster.ranks.worker_parts import load_parts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
@@ -74,7 +81,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked, and what is right."""
+    """Requests, and their right answers."""
 
     folder: Path
     prompts: list[list[int]]
@@ -82,7 +89,7 @@ class Case:
     lengths: list[int]  # tokens of each answer that can be compared
 
     def is_right(self, answers: list[list[int]]) -> bool:
-        """Whether the answers are complete, and equal wherever they can be compared."""
+        """Return whether the answers are complete, and equal wherever they can be compared."""
         complete = all(len(answer) == NEW_TOKENS for answer in answers)
         rows = zip(answers, self.expected, self.lengths, strict=True)
         return complete and all(answer[:length] == row[:length] for answer, row, length in rows)
@@ -149,7 +156,7 @@ PRESSURES = {
 
 
 async def kinds_of_answers(served: Served) -> list[list[int]]:
-    """To a dozen requests of all kinds at once."""
+    """Return the answers to a dozen requests of all kinds at once."""
     kinds = (
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1),
@@ -194,13 +201,13 @@ RANKS = {
 
 
 async def ranked_answers(served: Served) -> list[list[int]]:
-    """To all prompts at once."""
+    """Return the answers to all prompts at once."""
     return await asyncio.gather(*(served.generate(prompt, MORE_TOKENS, GREEDY) for prompt in PROMPTS))
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(folder: Path) -> list[list[int]]:
-    """What a single worker of one rank draws."""
+    """Return what a single worker of one rank draws."""
     return of_one_worker(folder, ranked_answers)
 
 

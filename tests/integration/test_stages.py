@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
-from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.kvtransfer.transports.host_units import HostWire
 from twostroke.kvtransfer.transports.tcp import TcpStream
 from twostroke.protocol.errors import WorkerLost
@@ -125,7 +125,8 @@ async def test_a_killed_stage_is_its_workers_end_and_the_stream_goes_on_elsewher
 
 
 def _killing(step: Any, process: Any, victims: list[Any], worker: Any) -> Any:
-    """As the engine's step, which kills the process before the third step of whichever worker comes to it first."""
+    """Wrap the engine's step so that it kills the process before the third step of the first worker that comes to
+    it."""
     num_steps = 0
 
     async def kill_and_step(*args: Any) -> Any:

@@ -120,7 +120,7 @@ async def of_persons(here: Site, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[dict[str, Any]]:
-    """What six requests get where nothing happens to them."""
+    """Return the answers to six requests without any disturbance."""
 
     async def ask() -> list[dict[str, Any]]:
         async with site() as here:

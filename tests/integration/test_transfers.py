@@ -146,7 +146,7 @@ async def test_a_prompt_that_another_prefill_worker_has_read_is_pulled_from_ther
 
 @pytest.fixture
 def refusing() -> Iterator[Address]:
-    """Where connections are refused: the port is taken, and nobody listens."""
+    """Yield an address that refuses connections: its port is taken, and nobody listens."""
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         yield Address(HOST, taken.getsockname()[1])

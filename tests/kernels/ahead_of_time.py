@@ -87,7 +87,8 @@ _FEW_SHAPES: Shapes = ((64, 64, SUNK), (128, 128, PLAIN))
 
 
 def attention(capability: int, shapes: Shapes | None = None) -> None:
-    """What the backend compiles before it first attends, and a step of decodes and chunks, in bf16 and once in fp32."""
+    """Launch what the backend compiles before it first attends, and a step of decodes and chunks, in bf16 and once in
+    fp32."""
     for head_dim, block_size, form in shapes or _ATTENTION_SHAPES[capability]:
         run_attention(TARGETS[capability], head_dim, block_size, torch.bfloat16, form)
     if capability == 80:
@@ -361,7 +362,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
 
 @dataclass(frozen=True)
 class AbsentGpu:
-    """What Triton asks a driver before it compiles."""
+    """Driver with the answers that Triton asks for before it compiles."""
 
     capability: int
 
@@ -389,8 +390,8 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_family(capability: int, family: str, cache: Path | None = None) -> list[dict[str, Any]]:
-    """What came out of each launch of the family, with Triton's cache in this folder (None: where it is anyway). From
-    here on this process launches nothing, it only compiles: call it once a process."""
+    """Return the result of each launch of the family, with Triton's cache in this folder (None: where it is anyway).
+    From here on this process only compiles and launches nothing: call it once a process."""
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
     driver.set_active(AbsentGpu(capability))
@@ -409,7 +410,7 @@ def compile_family(capability: int, family: str, cache: Path | None = None) -> l
 
 
 def describe(compiled: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What came out of a launch with these arguments."""
+    """Return the result of a launch with these arguments."""
     described: dict[str, Any] = {"kernel": compiled.metadata.name}
     described |= {name.lower(): value for name, value in arguments.items() if name.isupper() and isinstance(value, int)}
     ptx = compiled.asm["ptx"]

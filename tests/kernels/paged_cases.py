@@ -20,15 +20,16 @@ from twostroke.model.backend import (
     LatentHeads,
     Linear,
 )
-from twostroke.model.batch import BatchLayout, held_of
+from twostroke.model.batch import BatchLayout, local_lengths
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
 from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, Shard
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of values of about 1: a few units in the last place."""
+"""Tolerances of values of about 1: a few units in the last place."""
 
 
 @dataclass(frozen=True)
@@ -167,20 +168,20 @@ def latent_case(
 
 
 def over_ranks(case: LatentCase, size: int, attend: Callable[[LatentCase, GroupRanks], Tensor]) -> Tensor:
-    """What `size` ranks compute together that share each block's tokens, each for its part of the heads: threads."""
+    """Return the result of `size` ranks that share each block's tokens, each for its part of the heads, as threads."""
     rendezvous, block_size, all_heads = Rendezvous("127.0.0.1"), case.kv_layer.shape[3], len(case.heads.keys)
     q = case.q.view(len(case.q), all_heads, -1)
 
     def one(rank: int) -> Tensor:
         shard = Shard(rank, size)
         heads, held = shard.part(all_heads), range(block_size)[shard.part(block_size)]
-        held_lens = held_of(case.layout.context_lens.long().numpy(), block_size, held)
+        local_lens = local_lengths(case.layout.context_lens.long().numpy(), block_size, held)
         part = replace(
             case,
             q=q[:, heads].flatten(1).contiguous(),
             heads=replace(case.heads, keys=case.heads.keys[heads], values=case.heads.values[heads]),
             kv_layer=case.kv_layer[:, :, :, held.start : held.stop].contiguous(),
-            layout=replace(case.layout, held_lens=torch.from_numpy(held_lens).int()),
+            layout=replace(case.layout, local_lens=torch.from_numpy(local_lens).int()),
         )
         return attend(part, GroupRanks(shard, rendezvous.address, torch.device("cpu")))
 

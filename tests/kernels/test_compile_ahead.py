@@ -1,4 +1,4 @@
-"""What is compiled ahead of an engine's first step is what steps launch: on a GPU that is not there."""
+"""Kernels compiled ahead of an engine's first step are those that steps launch, on a GPU that is absent."""
 
 import multiprocessing
 import threading
@@ -106,7 +106,7 @@ def test_no_step_launches_a_variant_that_was_not_compiled_ahead(
 
 
 def compile_some(folder: Path) -> tuple[int, list[str], bool]:
-    """How many kernels were compiled, which when they are launched then, and whether launches compile alone at last."""
+    """Return how many kernels were compiled, those compiled at launch, and if launches still compile alone."""
     knobs.cache.dir = str(folder)
     driver.set_active(AbsentGpu(90))
     run, x = JITFunction.run, torch.zeros((3, 64), dtype=torch.bfloat16)
@@ -129,7 +129,8 @@ def test_kernels_compiled_in_threads_are_there_when_they_are_launched(process: A
 
 
 def compile_in_two_threads() -> bool:
-    """Whether Triton launches as before once both are done, the second of which was begun within the first."""
+    """Return True if Triton launches as before once both threads are done, the second of which began within the
+    first."""
     run, within, second_is_in = JITFunction.run, threading.Event(), threading.Event()
 
     def first() -> None:

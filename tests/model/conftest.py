@@ -17,11 +17,12 @@ from twostroke.model.checkpoint.config_file import load_model_config, parse_mode
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
+from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, row_keys
-from twostroke.model.sizes import expected_shapes
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
@@ -110,9 +111,7 @@ def make_decoder(
         dtype=kv_dtype or dtype,
         device=device,
         model_digest="",
-        tp_size=shard.size,
-        pp_size=stage.count,
-        context_ranks=shard.size if shares_context else 1,
+        parallel=ParallelForm(shard.size, stage.count, shares_contexts=shares_context),
         rank=stage.index * shard.size + shard.rank,
     )
     return Decoder(config, weights, backend, parallel), cache

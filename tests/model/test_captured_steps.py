@@ -14,12 +14,12 @@ from numba import carray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import make_layouts
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.captured_steps import DecodeInputs
+from twostroke.model.captured_steps import DecodeInputs, StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
@@ -140,7 +140,7 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], m
             return logits
 
     eager = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT)
-    replaying = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, Counting())
+    replaying = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(Counting()))
     rng = random.Random(5)
     sizes = [1, 2, 64, 7, 1, 32, 2, 63, 1]
     torch.set_num_threads(threads)
@@ -169,7 +169,7 @@ def test_what_is_more_than_a_decode_or_larger_than_the_largest_batch_runs_eagerl
         def logits(self, batch: Any, earlier: Tensor | None = None) -> Tensor | None:
             raise AssertionError(batch)
 
-    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, Never())
+    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(Never()))
     draw = Draw(SamplingParams(temperature=0.0), [1, 2], 2)
     decode = SequenceStep([1], 3, [0], draw)
     layers: list[int] = []
@@ -188,7 +188,7 @@ def test_without_projections_that_can_be_recorded_all_steps_are_eager(
     captured = CpuCapturedSteps(decoder, backend.launcher, cache, MAX_CONTEXT)
     batch = decodes(random.Random(1), 3)
     assert captured.logits(batch) is None
-    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, captured)
+    runner = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(captured))
     assert None not in runner.run(batch)
 
 
@@ -202,15 +202,15 @@ def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> No
     assert backend.launcher.arena.num_bytes == backend.launcher.arena.free_bytes == room
 
 
-@pytest.mark.parametrize("held", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])
-def test_inputs_are_those_of_a_layout(held: range | None) -> None:
+@pytest.mark.parametrize("local_tokens", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])
+def test_inputs_are_those_of_a_layout(local_tokens: range | None) -> None:
     rng = random.Random(2)
-    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE, held=held)
-    names = ["positions", "slots", "query_starts", "context_lens"] + ["held_lens"] * (held is not None)
+    inputs = DecodeInputs(64, MAX_CONTEXT, BLOCK_SIZE, local_tokens=local_tokens)
+    names = ["positions", "slots", "query_starts", "context_lens"] + ["local_lens"] * (local_tokens is not None)
     for size in (64, 3, 17, 1):
         batch = decodes(rng, size)
         inputs.fill(batch)
-        (mine,), (expected,) = inputs.layouts(size), make_layouts(batch, BLOCK_SIZE, CPU, ONE_GROUP, held)
+        (mine,), (expected,) = inputs.layouts(size), make_layouts(batch, BLOCK_SIZE, CPU, ONE_GROUP, local_tokens)
         for name in names:
             assert torch.equal(getattr(mine, name), getattr(expected, name)), name
             assert getattr(mine, name).dtype == getattr(expected, name).dtype, name
@@ -251,7 +251,7 @@ def runners(write_checkpoint: Callable[..., Any]) -> tuple[ModelRunner, ModelRun
     sampler = Sampler(96)
     return (
         ModelRunner(decoder, sampler, cache, MAX_CONTEXT),
-        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, captured),
+        ModelRunner(decoder, sampler, cache, MAX_CONTEXT, StepReplays(captured)),
         captured,
     )
 
@@ -294,7 +294,7 @@ def test_tokens_that_follow_come_from_the_step_before(
 
 
 def test_tables_that_grow_are_written_as_whole_ones_are_whoever_comes_and_goes() -> None:
-    """Of a list that was there before only what it has more of is looked at."""
+    """Only the new end of a list that was there before is looked at."""
     rng, kept, num_read = random.Random(2), DecodeInputs(8, MAX_CONTEXT, BLOCK_SIZE), [0]
 
     class Blocks(list[int]):

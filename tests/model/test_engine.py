@@ -267,7 +267,7 @@ def test_an_error_of_the_builder_leaves_no_thread() -> None:
 
 
 def cores_of_threads() -> dict[str, str]:
-    """Of all threads of this process, by their ids, as the kernel writes them."""
+    """Return the cores of all threads of this process, by their ids, as the kernel writes them."""
     cores = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread of another test has just ended
@@ -312,7 +312,7 @@ async def test_a_loaded_folder_steps(dtype: torch.dtype, write_checkpoint: Any) 
 def test_an_engine_continues_prompts_alike_however_they_are_cut_into_chunks(
     write_checkpoint: Any, generate: Callable[..., list[list[int]]]
 ) -> None:
-    """By the rig of tests/gpu, which so can't break unseen where there is no GPU."""
+    """The rig of tests/gpu runs here on a CPU, so that it can't break unseen where there is no GPU."""
     config = EngineConfig(write_checkpoint(), device="cpu", dtype="float32", num_blocks=32, block_size=4, threads=1)
     whole, cut = (greedy_tokens(config, generate, [[44], [15, 53, 3, 67, 27], [24, 12]], 5, chunk) for chunk in (16, 3))
     assert whole == cut

@@ -1,4 +1,4 @@
-"""What NVML tells of a worker's GPU: how often it is asked, and what is told where it does not answer."""
+"""NVML's figures of a worker's GPU: how often they are sampled, and the answer where it does not respond."""
 
 from types import SimpleNamespace
 

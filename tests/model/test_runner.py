@@ -1,4 +1,4 @@
-"""From sequence steps to tensors and back: layouts, order of results, and batches that can't be right."""
+"""The runner's way from sequence steps to tensors and back: layouts, order of results, and invalid batches."""
 
 import threading
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.model.conftest import make_decoder
 from twostroke.model.batch import CheckedTables, check_batch, make_layout
-from twostroke.model.cache.kv_cache import LayerAnnouncer
+from twostroke.model.cache.layer_announcer import LayerAnnouncer
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
@@ -112,7 +112,7 @@ def test_a_step_asks_nothing_of_the_one_before_that_nobody_follows(model: tuple[
 
 
 class LaunchingSampler(Sampler):
-    """As a GPU's: the host learns what was drawn only when it asks for it."""
+    """Sampler like a GPU's: the host learns the drawn tokens only when it asks for them."""
 
     def launch(self, logits: Tensor, draws: Any, positions: Any, masks: Any = None) -> Any:
         tokens = torch.tensor([token.token_id for token in self.sample(logits, draws, positions, masks)])
@@ -167,7 +167,7 @@ def test_layers_are_announced_in_order_even_when_nothing_is_drawn(model: tuple[M
 def test_a_step_is_launched_while_layers_of_the_one_before_are_to_come_and_ends_with_its_own(
     model: tuple[ModelRunner, ArgmaxSampler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, whose events come when the test says so."""
+    """Events complete when the test says so, as a GPU's do in their own time."""
     runner, _ = model
     events = [threading.Event() for _ in range(4)]
     recorded = iter(events)

@@ -10,12 +10,12 @@ import pytest
 
 from twostroke.cluster.cli import main
 from twostroke.loadtests.generator.run_facts import machine_facts
-from twostroke.model import this_machine
+from twostroke.model import machine_limits
+from twostroke.model.costs.sizes import num_parameters
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.model.published.models import published_model
-from twostroke.model.sizes import num_parameters
-from twostroke.planning.capacity import continuous_gain, model_of_numbers, shown
 from twostroke.planning.commands.capacity import amount
+from twostroke.planning.costs.capacity import continuous_gain, model_of_numbers, shown
 
 NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--dtype", "fp16")
 
@@ -124,15 +124,15 @@ def test_what_is_simulated_stands_beside_what_formulas_say(capsys: pytest.Captur
 def test_this_machine_is_measured_where_no_gpu_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    measured = [this_machine.MachineLimits(50e9, 10e9)]
-    monkeypatch.setattr(this_machine, "measure_rounds", lambda *_: (measured, this_machine.torch.float32))
-    monkeypatch.setattr(this_machine, "available_bytes", lambda _: 64 << 30)
+    measured = [machine_limits.MachineLimits(50e9, 10e9)]
+    monkeypatch.setattr(machine_limits, "measure_rounds", lambda *_: (measured, machine_limits.torch.float32))
+    monkeypatch.setattr(machine_limits, "available_bytes", lambda _: 64 << 30)
     found = told(capsys, "Qwen3-8B")
-    row = this_machine.row_of(measured, this_machine.torch.float32, "this-cpu", 1.0, machine_facts()["cpu"])
+    row = machine_limits.row_of(measured, machine_limits.torch.float32, "this-cpu", 1.0, machine_facts()["cpu"])
     assert found["hardware"] == row.title
     (tmp_path / "cpu.json").write_bytes(msgspec.json.encode(row))
     assert told(capsys, "Qwen3-8B", "--gpu", str(tmp_path / "cpu.json")) == found
-    cuda = this_machine.torch.cuda
+    cuda = machine_limits.torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=85 * 10**9))

@@ -14,12 +14,13 @@ from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.costs.sizes import weight_bytes
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import HARDWARE, read_hardware
 from twostroke.model.published.models import MODELS, published_model, read_models
-from twostroke.model.sizes import weight_bytes
-from twostroke.planning import literature
-from twostroke.planning.literature import checked, read_rows
-from twostroke.planning.tables import tables
+from twostroke.planning.costs import literature
+from twostroke.planning.costs.literature import checked, read_rows
+from twostroke.planning.costs.tables import tables
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -106,7 +107,7 @@ def test_weights_are_counted_as_the_checkpoint_has_them(ranks: int) -> None:
     config = load_model_config(BUNDLED_MODEL_DIR)
     checkpoint = Checkpoint(BUNDLED_MODEL_DIR, config)
     held = sum(checkpoint.tensor(name).nbytes for name in checkpoint.shapes)
-    assert weight_bytes(config, checkpoint.dtype.itemsize, "none", ranks=ranks) == -(-held // ranks)
+    assert weight_bytes(config, checkpoint.dtype.itemsize, "none", parallel=ParallelForm(ranks)) == -(-held // ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
@@ -122,7 +123,7 @@ def test_a_cache_takes_the_bytes_that_are_planned(name: str, ranks: int, dtype: 
         dtype=dtype,
         device=torch.device("cpu"),
         model_digest="",
-        tp_size=ranks,
+        parallel=ParallelForm(ranks),
     )
     try:
         on_ranks = ranks * sum(tensor.nbytes for tensor in cache.tensors)
@@ -135,7 +136,7 @@ def test_a_cache_takes_the_bytes_that_are_planned(name: str, ranks: int, dtype: 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-20b", "gemma-3-4b"])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 4)])
 def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: tuple[int, int]) -> None:
-    """Of a layer with a window what follow-ups attend to: its window of tokens, the next one among them."""
+    """A layer with a window sends what follow-ups attend to: its window of tokens, the next one among them."""
     shape, tokens = published_model(name), 4096
     source, target = (
         KVLayout(

@@ -79,11 +79,11 @@ def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> Non
     profile = WorkerProfile(
         *("b", StepCosts(1, 1, 1, 1, 1), 1.0, 16, 1.0, 2048, 64, ""), hardware="h200", ranks=2, quantization="int8"
     )
-    profile = structs.replace(profile, context_parallel=True)
+    profile = structs.replace(profile, shares_contexts=True)
     prefill = (
         None
         if mode == "aggregated"
-        else structs.replace(profile, name="a", hardware="h100-80gb", ranks=1, context_parallel=False)
+        else structs.replace(profile, name="a", hardware="h100-80gb", ranks=1, shares_contexts=False)
     )
     layout = Layout(mode, profile, 3, prefill, 0 if prefill is None else 2)
     settings = settings_of(

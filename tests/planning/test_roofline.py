@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from twostroke.model.operations import MachineLimits, decode_work, prefill_operations, prefill_work
+from twostroke.model.costs.operations import MachineLimits, decode_work, prefill_operations, prefill_work
+from twostroke.model.costs.sizes import weight_bytes
 from twostroke.model.published.hardware import HARDWARE, Efficiency
 from twostroke.model.published.models import published_model
-from twostroke.model.sizes import weight_bytes
-from twostroke.planning.queueing import HANDOVER_S, late_s
-from twostroke.planning.roofline import (
+from twostroke.planning.costs.roofline import (
     Interference,
     WorkerHardware,
     as_mha,
@@ -27,6 +26,7 @@ from twostroke.planning.roofline import (
     uncached_flops,
     usd_per_million,
 )
+from twostroke.planning.queueing import HANDOVER_S, late_s
 from twostroke.planning.search import PlanConstraints, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError
@@ -83,7 +83,7 @@ def test_fp8_checkpoints_multiply_in_fp8_and_int8_weights_do_not() -> None:
 
 def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts_are_long() -> None:
     shape, copies = published_model("DeepSeek-V3"), WorkerHardware(HARDWARE["h200"], 8)
-    parts = replace(copies, context_parallel=True)
+    parts = replace(copies, shares_contexts=True)
     assert parts.decode_s(shape, 64, 16_000) < 0.85 * copies.decode_s(shape, 64, 16_000)
     assert parts.decode_s(shape, 64, 500) > copies.decode_s(shape, 64, 500)
     assert parts.prefill_s(shape, 4096) > copies.prefill_s(shape, 4096)
@@ -104,7 +104,7 @@ def test_ranks_that_share_contexts_have_more_room_and_are_quicker_where_contexts
     assert often == pytest.approx(8 * once)
     llama = published_model("Llama-3.1-70B")
     assert not any(
-        profile.context_parallel for profile in profiles_of(llama, H100, ("auto",), workload, PlanConstraints())
+        profile.shares_contexts for profile in profiles_of(llama, H100, ("auto",), workload, PlanConstraints())
     )
 
 

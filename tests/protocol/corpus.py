@@ -1,11 +1,11 @@
 """A message of every kind, with values of every shape."""
 
 from twostroke.protocol import messages
+from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.kv_layout import KVLayout, RankCut
 from twostroke.protocol.messages import Message
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
-from twostroke.protocol.verdicts import Verdict
 
 _SOURCE, _TARGET = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 TRANSFER_ID = _ID = bytes(range(200, 216))
@@ -39,7 +39,7 @@ CORPUS: tuple[Message, ...] = (
     messages.Drain(),
     messages.PrefillFailed("r"),
     messages.SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),
-    messages.Convicted((Verdict(_ID, 599.5), Verdict(_ID[::-1], 0.25))),
+    messages.RequestsBlocked((BlockedRequest(_ID, 599.5), BlockedRequest(_ID[::-1], 0.25))),
     messages.Offer(_TICKET, 17),
     messages.Chunk(_ID, 0, (messages.Run(0, 1, 2), messages.Run(31, 0, 70_000)), 2**22),
     messages.Chunk(_ID, 2**20, tuple(messages.Run(layer, 0, 300) for layer in range(32)), 2**33),

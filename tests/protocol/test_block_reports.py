@@ -1,4 +1,4 @@
-"""What routers learn of a prefix cache, on the network in memory and on virtual time."""
+"""Reports of a prefix cache to routers, on the network in memory and on virtual time."""
 
 import asyncio
 import random

@@ -177,7 +177,7 @@ def assert_whole(pair: Pair, blocks: tuple[int, int] = (4, 5)) -> None:
 
 
 async def assert_a_transfer_works(pair: Pair, blocks: tuple[int, int] = (20, 21)) -> None:
-    """And takes the connection and link that stand."""
+    """Assert that a transfer works, over the connection and link that stand."""
     out, incoming = begin(pair, "another", blocks)
     finish(out)
     assert await incoming.verified() == TOKEN

@@ -213,18 +213,18 @@ class FakeEngine(Engine):
         store.write(layer, one.block_ids, one.start, b"".join(computed))
 
     def _read(self, one: SequenceStep) -> None:
-        reading, store = one.reading, self._store
-        if reading is None:
+        scorer, store = one.scorer, self._store
+        if scorer is None:
             return
-        reading.begin(one.start)
+        scorer.begin(one.start)
         kv = [store.position(0, one.block_ids, position) for position in range(one.start, _end(one))]
-        for position in range(len(kv))[reading.pooled_rows(one.start, len(kv))]:
-            reading.add_hidden(hidden_state(kv[position]))
-        targets = reading.targets(one.start, len(kv)).tolist()
+        for position in range(len(kv))[scorer.pooled_rows(one.start, len(kv))]:
+            scorer.add_hidden(hidden_state(kv[position]))
+        targets = scorer.targets(one.start, len(kv)).tolist()
         if targets:
-            rows = [scored(*row, reading.params.logprobs or 0) for row in zip(kv, targets, strict=False)]
+            rows = [scored(*row, scorer.params.logprobs or 0) for row in zip(kv, targets, strict=False)]
             ids, logprobs, ranks = (np.array(column) for column in zip(*rows, strict=True))
-            reading.add_scores(ScoredRows(ids.astype("<i4"), logprobs.astype("<f4"), ranks.astype("<i4")))
+            scorer.add_scores(ScoredRows(ids.astype("<i4"), logprobs.astype("<f4"), ranks.astype("<i4")))
 
     def _draw(self, one: SequenceStep) -> SampledToken | None:
         if one.draw is None:

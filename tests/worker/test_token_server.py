@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.rigs.played import played_by
+from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import (
-    Convicted,
     Hello,
     Message,
     Ping,
     Refuse,
+    RequestsBlocked,
     StatsFrame,
     TokenFrame,
     Welcome,
 )
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.verdicts import Verdict
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import VirtualLoop, run_virtually
 from twostroke.worker.scheduling.block_pool import BlockPool
@@ -51,11 +51,11 @@ class Scene:
         connection.send(Hello(Peer(router_id, 1), receiver))
         return connection
 
-    async def welcomed(self, router_id: str = "router-0", known: tuple[Verdict, ...] = ()) -> MemoryConnection:
+    async def welcomed(self, router_id: str = "router-0", known: tuple[BlockedRequest, ...] = ()) -> MemoryConnection:
         """A connection that has read its welcome, what the worker knows, and the first statistics."""
         connection = await self.connect(router_id)
         assert await connection.receive() == Welcome(WORKER)
-        assert await connection.receive() == Convicted(known)
+        assert await connection.receive() == RequestsBlocked(known)
         assert await connection.receive() == StatsFrame(STATS)
         return connection
 
@@ -226,28 +226,28 @@ async def test_what_a_connection_that_was_replaced_still_carried_counts_for_noth
     assert isinstance(loop, VirtualLoop)
     older, other = await scene.welcomed(), await scene.welcomed("router-1")
     newer = await scene.connect()
-    older.send(Convicted((OTHER,)))
+    older.send(RequestsBlocked((OTHER,)))
     loop._now += 1.0  # the worker finds both at once
     assert await next_but_stats(newer) == Welcome(WORKER)
-    assert await next_but_stats(newer) == Convicted(())
-    other.send(Convicted((GUILTY,)))
+    assert await next_but_stats(newer) == RequestsBlocked(())
+    other.send(RequestsBlocked((GUILTY,)))
     async with asyncio.timeout(1.0):
-        assert await next_but_stats(newer) == Convicted((GUILTY,))
+        assert await next_but_stats(newer) == RequestsBlocked((GUILTY,))
 
 
-GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 600.0)
+GUILTY, OTHER = BlockedRequest(b"g" * 16, 600.0), BlockedRequest(b"o" * 16, 600.0)
 
 
 @played_by(play)
-async def test_a_verdict_goes_once_to_all_routers_but_its_sender(scene: Scene) -> None:
+async def test_a_blocked_request_is_reported_once_to_all_routers_but_its_sender(scene: Scene) -> None:
     telling, *others = [await scene.welcomed(f"router-{number}") for number in range(3)]
-    telling.send(Convicted((GUILTY,)))
+    telling.send(RequestsBlocked((GUILTY,)))
     for other in others:
-        assert await next_but_stats(other) == Convicted((GUILTY,))
-        other.send(Convicted((GUILTY,)))  # as a router would that has found out the same
-    telling.send(Convicted((GUILTY, OTHER)))
+        assert await next_but_stats(other) == RequestsBlocked((GUILTY,))
+        other.send(RequestsBlocked((GUILTY,)))  # as a router would that has found out the same
+    telling.send(RequestsBlocked((GUILTY, OTHER)))
     for other in others:
-        assert await next_but_stats(other) == Convicted((OTHER,))
+        assert await next_but_stats(other) == RequestsBlocked((OTHER,))
     scene.server.emit("router-0", [event(0)])
     assert await next_but_stats(telling) == TokenFrame((event(0),)), "it is told nothing that it knows"
     assert scene.heard == [], "the worker makes nothing of it"

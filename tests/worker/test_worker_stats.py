@@ -2,8 +2,7 @@
 
 import pytest
 
-from twostroke.model.operations import MachineLimits
-from twostroke.model.step_work import StepWork
+from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.worker.step_costs import StepContent
 from twostroke.worker.worker_stats import WINDOW_S, Utilization
 

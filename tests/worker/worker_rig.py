@@ -19,12 +19,12 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import (
-    Convicted,
     Hello,
     KVHello,
     KVNotSent,
     Offer,
     Reach,
+    RequestsBlocked,
     StatsFrame,
     TokenFrame,
     Welcome,
@@ -126,7 +126,7 @@ class Rig:
         connection = await self.fabric.at(router_id).connect(self.info.token_address)
         connection.send(Hello(Peer(router_id, 1), self.info.peer))
         assert isinstance(await connection.receive(), Welcome)
-        assert isinstance(await connection.receive(), Convicted)
+        assert isinstance(await connection.receive(), RequestsBlocked)
         asyncio.create_task(self._listen(connection), name="a router's reader")  # noqa: RUF006  (ends with it)
         self.router = connection
         return connection

@@ -3,7 +3,7 @@
 Both roles use it. No torch, no I/O; the owner of a sequence ends it with `reset`, on every path.
 """
 
-from twostroke.model.step import Constraint, Draw, PromptReading, RowFault, SequenceStep, TokenCounts, is_penalised
+from twostroke.model.step import Constraint, Draw, PromptScorer, RowFault, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
@@ -32,7 +32,7 @@ class SequenceState:
         self.block_ids: list[int] = []
         self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
         self.num_computed = 0
-        self.reading = None if request.reading is None else PromptReading(request.reading, request.token_ids)
+        self.reading = None if request.reading is None else PromptScorer(request.reading, request.token_ids)
         self.fault = RowFault() if self.reading is None else self.reading.fault
         self._block_hashes: list[BlockHash] = []
         self._token_counts: TokenCounts | None = None  # made for the first draw with penalties

@@ -11,13 +11,9 @@ from twostroke.model.architectures.families.family import Family
 from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3, GEMMA3_OF_IMAGES
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
 from twostroke.model.architectures.families.gpt_oss import GPT_OSS
-from twostroke.model.architectures.families.granite import GRANITE
-from twostroke.model.architectures.families.llama import LLAMA
-from twostroke.model.architectures.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
+from twostroke.model.architectures.families.llama import GRANITE, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, PHI3, SMOLLM3
 from twostroke.model.architectures.families.olmo import OLMO2, OLMO3, OLMOE
-from twostroke.model.architectures.families.phi3 import PHI3
 from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from twostroke.model.architectures.families.smollm3 import SMOLLM3
 
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA3_OF_IMAGES),
@@ -25,4 +21,4 @@ _ALL = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
 )
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}
-"""By what config.json's `architectures` names."""
+"""Families by the name in the `architectures` of config.json."""

@@ -109,8 +109,8 @@ def _has_query_rank(fields: ConfigFields) -> bool:
 
 
 def _temperature(fields: ConfigFields, config: ModelConfig) -> float:
-    """Of YaRN (Peng et al. 2023, eq. 22), which these families put on queries and keys alike, and not on their part
-    that turns alone: the table of angles has what is left of it."""
+    """Return YaRN's temperature (Peng et al. 2023, eq. 22). These families apply it to whole queries and keys, not only
+    to their rotated part; the table of angles holds the remaining factor."""
     scaling = fields.object("rope_scaling" if fields.has("rope_scaling") else "rope_parameters")
     if config.rope.type == "default" or not scaling.has("mscale_all_dim"):
         return 1.0

@@ -1,4 +1,4 @@
-"""What the families have in common: how a `config.json` is read and checked. No torch here.
+"""The reading and checking of `config.json`, which all families share. No torch here.
 
 Everything that would make us compute something else than transformers is refused by name of file and field.
 """
@@ -48,7 +48,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a family's config.json leaves out."""
+    """Values of fields that a family's config.json may leave out."""
 
     head_dim: int | None = None  # None: the hidden size's share
     rms_norm_eps: float = 1e-6
@@ -66,7 +66,7 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Windows:
-    """Of a family whose layers may attend to the last tokens alone, as many as `sliding_window` says."""
+    """Sliding windows of a family: layers that attend to the last `sliding_window` tokens only."""
 
     tokens: int = 0  # where nothing is said of `sliding_window`; 0: none
     are_switched: bool = False  # `sliding_window` is for nothing unless `use_sliding_window` says so
@@ -122,7 +122,7 @@ def experts_spec(routing: Routing, size: int) -> ExpertsSpec:
 
 
 def with_experts(config: ModelConfig, experts: ExpertsSpec, dense_layers: Iterable[int] = ()) -> ModelConfig:
-    """In all layers but those."""
+    """Return the config with experts in all layers but `dense_layers`."""
     spec = replace(config.spec, layer=replace(config.spec.layer, experts=experts))
     return replace(config, spec=spec, dense_layers=frozenset(dense_layers))
 
@@ -196,7 +196,7 @@ def _read_window(fields: "ConfigFields", max_position: int, windows: Windows) ->
 
 
 def _window_layers(fields: "ConfigFields", num_layers: int, windows: Windows) -> list[bool]:
-    """Of each layer whether it is one of those that have a window, where there is one."""
+    """Return, by layer, if it is one of those with a window when the model has one."""
     has_one = windows.has_one
     if has_one is None:
         return [True] * num_layers
@@ -214,20 +214,20 @@ def _read_ropes(
 
     Both spellings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling` (before).
     """
-    said, scaling = top.object("rope_parameters"), top.object("rope_scaling")
+    parameters, scaling = top.object("rope_parameters"), top.object("rope_scaling")
     theta = top.number("rope_theta", default=defaults.rope_theta)
     if defaults.local_theta is None:
-        if said.has_objects:
+        if parameters.has_objects:
             raise top.error("rope_parameters", "angles that differ by layer are not supported for this family")
-        rope = scaling if top.has("rope_scaling") else said
+        rope = scaling if top.has("rope_scaling") else parameters
         return _read_rope(top, rope, theta, max_position, head_dim, defaults), None
-    if top.has("rope_parameters") and not said.has_objects:
+    if top.has("rope_parameters") and not parameters.has_objects:
         raise top.error("rope_parameters", "expected objects named full_attention and sliding_attention")
-    full = scaling if top.has("rope_scaling") else said.object("full_attention")
+    full = scaling if top.has("rope_scaling") else parameters.object("full_attention")
     local_theta = top.number("rope_local_base_freq", default=defaults.local_theta)
     return (
         _read_rope(top, full, theta, max_position, head_dim, defaults),
-        _read_rope(top, said.object("sliding_attention"), local_theta, max_position, head_dim, defaults),
+        _read_rope(top, parameters.object("sliding_attention"), local_theta, max_position, head_dim, defaults),
     )
 
 
@@ -320,22 +320,22 @@ def shown(value: object) -> str:
 class ConfigFields:
     """Typed access to config.json or an object within it; every complaint is a ConfigError naming source and field.
 
-    It remembers which fields were asked for.
+    It remembers which fields were taken.
     """
 
-    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "", asked: set[str] | None = None):
-        """`asked` are the fields that were asked for, by their paths, of the whole file."""
+    def __init__(self, raw: Mapping[str, Any], source: str, prefix: str = "", taken: set[str] | None = None):
+        """`taken` are the paths of the fields that were taken, in the whole file."""
         self._raw = raw
         self._source = source
         self._prefix = prefix
-        self._asked: set[str] = set() if asked is None else asked
+        self._taken: set[str] = set() if taken is None else taken
 
     def error(self, name: str, what: str) -> ConfigError:
         return ConfigError(f"{self._source}: {self._prefix}{name}: {what}")
 
     def unread(self) -> list[str]:
-        """Fields that are there, and that nobody has asked for."""
-        return [name for name in self._raw if f"{self._prefix}{name}" not in self._asked]
+        """Fields of the file that no reader has taken."""
+        return [name for name in self._raw if f"{self._prefix}{name}" not in self._taken]
 
     def value(self, name: str) -> Any:
         """Whatever the field has, without asking for it; None where it is not there."""
@@ -346,7 +346,7 @@ class ConfigFields:
         value = self._ask(name) or {}
         if not isinstance(value, dict):
             raise self.error(name, f"expected an object, found {type(value).__name__}")
-        return ConfigFields(cast("dict[str, Any]", value), self._source, f"{self._prefix}{name}.", self._asked)
+        return ConfigFields(cast("dict[str, Any]", value), self._source, f"{self._prefix}{name}.", self._taken)
 
     def objects(self, name: str) -> "list[ConfigFields]":
         """The objects within an object, by whatever names."""
@@ -361,20 +361,20 @@ class ConfigFields:
         return self._ask(name) is not None
 
     def is_given(self, name: str) -> bool:
-        """Whether it stands there, be it as null."""
+        """Return True if the field stands in the file, even as null."""
         self._ask(name)
         return name in self._raw
 
     def over(self, defaults: Mapping[str, Any]) -> "ConfigFields":
-        """These fields, and those of `defaults` that are left out."""
-        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._asked)
+        """Return the given fields, and those of `defaults` that are left out."""
+        return ConfigFields({**defaults, **self._raw}, self._source, self._prefix, self._taken)
 
     def is_minus_one(self, name: str) -> bool:
-        """As files write "all of it"."""
+        """Return True if the field is -1, which files write for "all"."""
         return bool(self._ask(name) == -1)
 
     def has(self, name: str) -> bool:
-        """Whether it is set, and not empty."""
+        """Return True if the field is set and not empty."""
         return bool(self._ask(name))
 
     def count(self, name: str, default: int, most: int = _MOST_INTEGER) -> int:
@@ -399,7 +399,7 @@ class ConfigFields:
         return float(value)
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """So many positive finite numbers."""
+        """Return a list of `count` positive finite numbers."""
         values = self._get(name, None)
         are_numbers = isinstance(values, list) and all(
             isinstance(value, int | float) and 0 < value <= _MOST_NUMBER for value in values
@@ -441,7 +441,7 @@ class ConfigFields:
         return value
 
     def _ask(self, name: str) -> Any:
-        self._asked.add(f"{self._prefix}{name}")
+        self._taken.add(f"{self._prefix}{name}")
         return self._raw.get(name)
 
     def _get(self, name: str, default: Any) -> Any:

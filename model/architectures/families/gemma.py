@@ -22,7 +22,7 @@ _TEXT_OF_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_val
 
 def _read(fields: ConfigFields, family: str, defaults: Defaults, *, has_head_norms: bool) -> ModelConfig:
     if fields.boolean("use_bidirectional_attention", default=False):
-        raise fields.error("use_bidirectional_attention", "is not supported: such a model makes no texts")
+        raise fields.error("use_bidirectional_attention", "is not supported: a bidirectional model generates no text")
     bias = fields.boolean("attention_bias", default=False)
     spec = decoder_spec(family, qkv_bias=bias, output_bias=bias, has_head_norms=has_head_norms)
     config = read_decoder(fields, spec, defaults)

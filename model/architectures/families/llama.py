@@ -1,14 +1,109 @@
-"""Llama 2 to 3.3, and all that took its architecture's name: SmolLM2, TinyLlama, Yi (Touvron et al. 2023)."""
+"""Llama, and the families whose layers are Llama's with little changed: Mistral, Phi-3, Granite and SmolLM3."""
 
-from twostroke.model.architectures.families.family import ConfigFields, Family, decoder_spec, read_decoder
-from twostroke.model.config import ModelConfig
+from dataclasses import replace
+
+from twostroke.model.architectures.families.family import (
+    MOST_LAYERS,
+    ConfigFields,
+    Defaults,
+    Family,
+    Windows,
+    decoder_spec,
+    read_decoder,
+    read_routing,
+    with_experts,
+    with_one_gate_up,
+    with_one_qkv,
+)
+from twostroke.model.config import ExpertsSpec, ModelConfig, Projection
 
 
-def read_config(fields: ConfigFields) -> ModelConfig:
+def read_llama_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     bias = fields.boolean("attention_bias", default=False)
     mlp_bias = fields.boolean("mlp_bias", default=False)
     return read_decoder(fields, decoder_spec("Llama", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias))
 
 
-LLAMA = Family("LlamaForCausalLM", model_type="llama", read_config=read_config)
+LLAMA = Family("LlamaForCausalLM", model_type="llama", read_config=read_llama_config)
+
+
+def read_mistral_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    return read_decoder(fields, decoder_spec("Mistral"), Defaults(max_position=131_072, windows=Windows(4096)))
+
+
+def read_ministral_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    windows = Windows(4096, has_one=lambda layer: True)
+    return read_decoder(fields, decoder_spec("Ministral"), Defaults(max_position=131_072, windows=windows))
+
+
+def read_mixtral_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    defaults = Defaults(rms_norm_eps=1e-5, rope_theta=1e6, max_position=131_072, windows=Windows())
+    config = read_decoder(fields, decoder_spec("Mixtral"), defaults)
+    routing = read_routing(fields, "num_local_experts", experts=8, top_k=2, normalises=True)
+    gate, up, down = (Projection(f"block_sparse_moe.experts.*.w{number}") for number in (1, 3, 2))
+    router = Projection("block_sparse_moe.gate")
+    return with_experts(config, ExpertsSpec(routing, config.intermediate_size, router, gate, up, down))
+
+
+MISTRAL = Family("MistralForCausalLM", model_type="mistral", read_config=read_mistral_config)
+MINISTRAL = Family("MinistralForCausalLM", model_type="ministral", read_config=read_ministral_config)
+MIXTRAL = Family("MixtralForCausalLM", model_type="mixtral", read_config=read_mixtral_config)
+
+
+def read_phi3_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    defaults = Defaults(
+        rms_norm_eps=1e-5,
+        max_position=4096,
+        original_max_position=4096,
+        rotated_part=1.0,
+        rope_names={"su": "longrope", "yarn": "longrope"},  # earlier files' names of it
+        windows=Windows(),
+    )
+    return with_one_qkv(with_one_gate_up(read_decoder(fields, decoder_spec("Phi-3"), defaults)))
+
+
+PHI3 = Family("Phi3ForCausalLM", model_type="phi3", read_config=read_phi3_config)
+
+
+def read_granite_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError.
+
+    What all layers add is multiplied by one factor. The residual is kept divided by that instead: the same but for the
+    norms' eps, so no weight is changed.
+    """
+    bias, mlp_bias = fields.boolean("attention_bias", default=False), fields.boolean("mlp_bias", default=False)
+    spec = decoder_spec("Granite", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    config = read_decoder(fields, spec, Defaults())
+    added = fields.number("residual_multiplier", default=1.0)
+    return replace(
+        config,
+        embedding_scale=fields.number("embedding_multiplier", default=1.0) / added,
+        rms_norm_eps=config.rms_norm_eps / added**2,
+        attention_scale=fields.number("attention_multiplier", default=1.0),
+        logits_scale=1 / fields.number("logits_scaling", default=1.0),
+    )
+
+
+GRANITE = Family("GraniteForCausalLM", model_type="granite", read_config=read_granite_config)
+
+
+def read_smollm3_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    bias = fields.boolean("attention_bias", default=False)
+    mlp_bias = fields.boolean("mlp_bias", default=False)
+    spec = decoder_spec("SmolLM3", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    interval = fields.integer("no_rope_layer_interval", default=4)
+    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    rotates = fields.flags("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
+    windows = Windows(are_switched=True, has_one=lambda layer: not rotates[layer])
+    defaults = Defaults(rope_theta=2_000_000.0, max_position=32_768, is_tied=True, windows=windows)
+    config = read_decoder(fields, spec, defaults)
+    return replace(config, unrotated_layers=frozenset(layer for layer in range(num_layers) if not rotates[layer]))
+
+
+SMOLLM3 = Family("SmolLM3ForCausalLM", model_type="smollm3", read_config=read_smollm3_config)

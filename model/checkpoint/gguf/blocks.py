@@ -18,8 +18,8 @@ from twostroke.model.config import WeightForm
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]
 _Parts = tuple[_Bytes, _Floats, _Floats | None]
-"""Of blocks: numbers [blocks, columns] as they lie there, and of each group [blocks, groups] what multiplies them and
-what is added to that."""
+"""Decoded blocks: numbers [blocks, columns] as stored, and for each group [blocks, groups] its factor and its summand.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ def _q8_0(blocks: _Bytes) -> _Parts:
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Of the eight groups of Q4_K and Q5_K, whose six bits each lie in 12 bytes, behind what multiplies them."""
+    """Return the factors and offsets of the eight groups of Q4_K and Q5_K, six bits each in 12 bytes, behind the
+    block's own factors."""
     low, both, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((low & 63, high & 15 | low >> 6 << 4), axis=1)
     minima = np.concatenate((both & 63, high >> 4 | both >> 6 << 4), axis=1)

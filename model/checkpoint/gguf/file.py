@@ -56,16 +56,16 @@ class GgufFile:
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """Of what is quantised: what activations are to be."""
+        """Return the dtype of a tensor; of a quantised one, that of activations."""
         kind = self._tensors[name].kind.name
         return kind if kind in _FLOATS else "BF16"
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Of tensors that are not quantised, without a copy."""
+        """Return a tensor that is not quantised, without a copy."""
         tensor = self._tensors[name]
         numbers = tensor.data.view({"F32": np.float32, "F16": np.float16}.get(tensor.kind.name, np.int16))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # nobody writes into what is mapped
+            warnings.simplefilter("ignore", UserWarning)  # the mapping is never written to
             found = torch.from_numpy(numbers.reshape(tensor.shape))
         found = found.view(torch.bfloat16) if tensor.kind.name == "BF16" else found
         return found[rows, columns] if found.dim() == 2 else found[rows]

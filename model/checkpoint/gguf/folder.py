@@ -102,7 +102,7 @@ def _write(
 
 
 def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
-    """What config.json would say. Raises ConfigError."""
+    """Return the content that config.json would have. Raises ConfigError."""
     metadata, tensors = file.metadata, file.tensors
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
@@ -113,7 +113,7 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
     if metadata.get("split.count", 1) != 1:
         raise ConfigError(f"{path} is one of several files of a model: join them with llama.cpp's gguf-split --merge")
 
-    def said(name: str) -> Any:
+    def field(name: str) -> Any:
         """A number for each layer is one number where all are equal."""
         value = metadata.get(f"{kind}.{name}")
         if isinstance(value, list) and len(value) == metadata.get(f"{kind}.block_count") and len(set(value)) == 1:
@@ -121,7 +121,7 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
         return value
 
     def number(name: str, default: Any = None) -> Any:
-        value = default if said(name) is None else said(name)
+        value = default if field(name) is None else field(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ConfigError(f"{path}: {kind}.{name}: expected a positive number, found {value!r}")
         return value
@@ -140,28 +140,28 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": number("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_theta": number("rope.freq_base", 10_000.0), **_scaling(said, tensors, path)},
+        "rope_parameters": {"rope_theta": number("rope.freq_base", 10_000.0), **_scaling(field, tensors, path)},
         INTERLEAVED: kind in _INTERLEAVING,
         "partial_rotary_factor": number("rope.dimension_count", head_dim) / head_dim,
-        "sliding_window": said("attention.sliding_window"),
+        "sliding_window": field("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
 
 
-def _scaling(said: Callable[[str], Any], tensors: Mapping[str, GgufTensor], path: Path) -> dict[str, Any]:
-    """Of rotary angles, as config.json would have it. Raises ConfigError."""
-    if said("rope.scaling.attn_factor") not in (None, 1.0):
+def _scaling(field: Callable[[str], Any], tensors: Mapping[str, GgufTensor], path: Path) -> dict[str, Any]:
+    """Return the scaling of rotary angles as config.json has it. Raises ConfigError."""
+    if field("rope.scaling.attn_factor") not in (None, 1.0):
         raise ConfigError(f"{path}: rope.scaling.attn_factor is not supported: take the model's safetensors")
     if ROPE_FACTORS in tensors:  # Llama 3's scaling, worked out
         factors = tensors[ROPE_FACTORS].data.view(np.float32).tolist()
         return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
-    scaling, factor = said("rope.scaling.type") or "none", said("rope.scaling.factor")
-    if scaling == "none" and (linear := said("rope.scale_linear") or 1.0) != 1.0:  # files of 2023
+    scaling, factor = field("rope.scaling.type") or "none", field("rope.scaling.factor")
+    if scaling == "none" and (linear := field("rope.scale_linear") or 1.0) != 1.0:  # files of 2023
         scaling, factor = "linear", linear
     if scaling == "none":
         return {}
-    original = said("rope.scaling.original_context_length")
+    original = field("rope.scaling.original_context_length")
     return {"rope_type": scaling, "factor": factor, "original_max_position_embeddings": original}
 
 
@@ -200,9 +200,10 @@ _SAMPLING = {
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What the file says of drawing, as generation_config.json would; its fp32 numbers as they were meant."""
-    said = {name: metadata.get(f"general.sampling.{its}") for name, its in _SAMPLING.items()}
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in said.items()}
+    """Return the file's sampling defaults as generation_config.json has them, its fp32 numbers rounded to the intended
+    decimals."""
+    defaults = {name: metadata.get(f"general.sampling.{its}") for name, its in _SAMPLING.items()}
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in defaults.items()}
 
 
 def _given_tokenizer(given: Path, file: Gguf) -> Tokenizer:
@@ -252,12 +253,13 @@ def _cut_by(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    said = {name: value for name, value in content.items() if value is not None}
-    path.write_text(json.dumps(said, indent=2, ensure_ascii=False), encoding="utf-8")
+    given = {name: value for name, value in content.items() if value is not None}
+    path.write_text(json.dumps(given, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def cache_folder() -> Path:
-    """Where folders of GGUF files are kept. Raises ConfigError where nobody's home is known."""
+    """Return the folder that caches what GGUF files are unpacked to. Raises ConfigError where no home directory is
+    known."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twostroke" / "gguf"
     except RuntimeError:

@@ -43,7 +43,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class Gguf:
-    """What a file says and holds, by the names that it gives."""
+    """Metadata and tensors of a file, by their names in it."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
@@ -89,7 +89,7 @@ def _read_once(path: Path, size: int, changed_ns: int) -> Gguf:
 
 
 def _read(mapped: npt.NDArray[np.uint8]) -> Gguf:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # takes 0.15 s: only who has such a file waits for it
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # takes 0.15 s: only GGUF files pay for it
 
     content, place = mapped.data, 0
 

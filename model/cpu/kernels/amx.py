@@ -35,7 +35,7 @@ _CONFIG = ir.ArrayType(_BYTE, 64)
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether this CPU has AMX for bf16 and the kernel lets this process use it, which has to be asked for once."""
+    """Return True if this CPU has AMX for bf16 and the kernel grants it to this process, which must ask once."""
     return bool(torch.cpu._is_amx_tile_supported()) and bool(torch.cpu._init_amx())
 
 
@@ -66,8 +66,8 @@ def set_shapes(builder, upper, lower, depth):
 
 
 class Tiles:
-    """What writes code with sums of 16 `num_a` rows and 16 `num_b` columns that stay in tiles; `of_b` are the tiles in
-    which B's take turns."""
+    """Generator of code with sums of 16 `num_a` rows and 16 `num_b` columns that stay in tiles; B's tiles alternate
+    among `of_b`."""
 
     def __init__(self, builder: Any, num_a: int, num_b: int, of_b: tuple[int, ...]):
         self._builder = builder
@@ -109,7 +109,7 @@ class Tiles:
 
 
 WIDE_TILES = (1, 4, (5, 6, 7))
-"""Of `Tiles`, for up to 16 rows and for up to 32, with the shapes that `set_shapes` gives them."""
+"""Parameters of `Tiles` for up to 16 rows and for up to 32, with the shapes that `set_shapes` gives them."""
 PAIRED_TILES = (2, 2, (6, 7))
 
 

@@ -243,7 +243,7 @@ def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionFor
 
 
 def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:
-    """As `_attend_by_torch`, with what torch's attention knows nothing of, some rows at a time."""
+    """Attend as `_attend_by_torch`, some rows at a time, with the forms that torch's attention lacks."""
     rows, heads, dim = q.shape
     groups, tokens, _ = keys.shape
     keys, values = keys.float().transpose(1, 2), values.float()

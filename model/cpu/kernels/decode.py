@@ -47,24 +47,25 @@ SEGMENT_TOKENS = 512  # about; whole blocks
 
 
 def segment_tokens(block_size: int) -> int:
-    """Of each segment but a context's last."""
+    """Return the tokens of each segment but a context's last."""
     return -(-SEGMENT_TOKENS // block_size) * block_size
 
 
 def most_segments(context: int, window: int, tokens: int) -> int:
-    """That a context up to this long can have within its window (0: all of it), wherever that begins."""
+    """Return the most segments that a context of this length has within its window (0: all of it), wherever the window
+    begins."""
     return min(-(-context // tokens), (window + tokens - 2) // tokens + 1 if window else context)
 
 
 @compiled
 def segment_range(context, window, tokens):
-    """Of a sequence: its first segment that has tokens within the window, and the one behind its last."""
+    """Return a sequence's first segment with tokens within the window, and the one behind its last."""
     return max(np.int64(0), context - window) // tokens, (context + tokens - 1) // tokens
 
 
 @compiled
 def num_segments(contexts, window, tokens):
-    """Of the sequence that has the most."""
+    """Return the number of segments of the sequence that has the most."""
     most = np.int64(1)
     for i in range(contexts.shape[0]):
         first, end = segment_range(np.int64(contexts[i]), window, tokens)
@@ -74,7 +75,7 @@ def num_segments(contexts, window, tokens):
 
 @compiled
 def token_range(context, window, tokens, index):
-    """The tokens of a sequence's `index`-th segment that are within the window; none where there is no such segment."""
+    """Return the tokens of a sequence's `index`-th segment within the window; none where the segment does not exist."""
     first, _ = segment_range(context, window, tokens)
     begin = (first + index) * tokens
     return max(begin, context - window), min(begin + tokens, context)

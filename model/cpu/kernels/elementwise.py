@@ -348,7 +348,7 @@ def write_latents(
     kv_layer: Tensor,
     layout: BatchLayout,
 ) -> None:
-    """As Backend.write_latents."""
+    """Implement Backend.write_latents."""
     count, width = rows.shape
     rank, num_slots = len(norm), kv_layer.shape[0] * kv_layer.shape[3]
     launcher.run(
@@ -381,7 +381,7 @@ def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def grain(row_elements: int) -> int:
-    """How many rows a thread takes at a time."""
+    """Return how many rows a thread takes at a time."""
     return max(1, GRAIN_ELEMENTS // row_elements)
 
 

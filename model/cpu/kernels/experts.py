@@ -1,4 +1,4 @@
-"""Which experts each token takes, and its rows' way to them and back, on CPUs. Reference: model/reference.py.
+"""Routing of tokens to experts on CPUs, and their rows' way to the experts and back. Reference: model/reference.py.
 
 Rows of activations are put in the order of their experts, so that each expert's lie together, and each expert that is
 hit is cut into tasks of some rows. Products (projections/) take so many tasks as they find in memory when they run: a
@@ -101,7 +101,7 @@ def _route(words):
 
 
 def route(launcher: Launcher, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
-    """As Backend.route."""
+    """Implement Backend.route."""
     rows, count = logits.shape
     experts = launcher.empty((rows, routing.top_k), torch.int32)
     weights = launcher.empty((rows, routing.top_k), torch.float32)
@@ -252,7 +252,7 @@ def _gate_by_sigmoid(words):
 
 
 def gate_by_sigmoid(launcher: Launcher, x: Tensor, logits: Tensor) -> Tensor:
-    """As Backend.gate_by_sigmoid, written into x."""
+    """Implement Backend.gate_by_sigmoid; writes into x."""
     rows, columns = x.shape
     launcher.run(_gate_by_sigmoid.of(x.dtype), rows, max(1, GRAIN_ELEMENTS // columns), x, logits, columns)
     return x

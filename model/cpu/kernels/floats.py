@@ -1,5 +1,5 @@
-"""How CPU kernels read, write and multiply numbers: fp32 in registers; bf16 in memory is handled as its 16 bits, FP8
-(e4m3, of KV caches) as its 8.
+"""Loads, stores and products of numbers in CPU kernels: fp32 in registers; bf16 in memory as its 16 bits, FP8 (e4m3, of
+KV caches) as its 8.
 
 Widening bf16 is a shift; on the way back a value is rounded to nearest even.
 
@@ -36,7 +36,7 @@ _inline = njit(inline="always", error_model="numpy")
 
 @_inline
 def fp8_code(value):
-    """To nearest, ties to even; no value is above 448 by more than rounding.
+    """Round to the nearest code, ties to even; no value is above 448 by more than rounding.
 
     All these conversions keep numba from computing in 64 bits, which halves the speed.
     """
@@ -51,7 +51,7 @@ def fp8_code(value):
 
 @_inline
 def fp8_value(code):
-    """Of a code that is no NaN."""
+    """Return the value of a code that is no NaN."""
     bits = np.uint32(code)
     size = bits & np.uint32(0x7F)
     normal = float_of_bits((size << np.uint32(20)) + np.uint32(120 << 23))
@@ -67,7 +67,7 @@ def _fp8_or_nan(code):
 
 @compiled
 def _fp8_code_of_any(value):
-    """What is beyond 448 becomes that, and NaN stays."""
+    """Return the code of any value: above 448 it saturates, and NaN stays NaN."""
     bits = bits_of_float(value)
     size = np.uint32(bits & np.uint32(0x7FFFFFFF))
     limited = np.uint32(bits ^ size) | (size if size < _FP8_LIMIT else _FP8_LIMIT)
@@ -195,12 +195,12 @@ _PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def is_supported() -> bool:
-    """Whether this CPU has `vdpbf16ps`."""
+    """Return True if this CPU has `vdpbf16ps`."""
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def fits_tiles(dim: int, block_size: int) -> bool:
-    """Whether attention's tiles can be used: heads are whole vectors of bf16, blocks whole vectors of tokens."""
+    """Return True if attention can use tiles: heads are whole vectors of bf16, blocks whole vectors of tokens."""
     return is_supported() and dim % (2 * LANES) == 0 and block_size % LANES == 0
 
 
@@ -248,7 +248,7 @@ def prefetch(builder, address):
 
 
 class RegisterTile:
-    """What writes code with sums [rows, 16 `vectors`] that stay in registers."""
+    """Generator of code with sums [rows, 16 `vectors`] that stay in registers."""
 
     def __init__(self, builder: Any, rows: int, vectors: int):
         self._builder = builder
@@ -267,7 +267,7 @@ class RegisterTile:
             self._builder.store(self._builder.load(place), target, align=4)
 
     def _places(self, c: Any, c_stride: Any) -> list[tuple[Any, Any]]:
-        """Each sum with its pointer in memory."""
+        """Return each sum with its address in memory."""
         builder = self._builder
         starts = [builder.add(c, builder.mul(c_stride, WIDE(row))) for row in range(len(self.sums))]
         return [
@@ -440,7 +440,7 @@ def _in_bf16(words, address, count, scratch):
 
 
 def cached_bytes(words):
-    """Of one number of the KV cache."""
+    """Return the bytes of one number of the KV cache."""
     raise NotImplementedError("compiled code only")
 
 

@@ -88,7 +88,7 @@ _NUMPY = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    """So that what is compiled serves sources that can be written and those that can't."""
+    """Return a read-only view, so that compiled code serves sources with and without write access."""
     view = array.view()
     view.flags.writeable = False
     return view

@@ -1,4 +1,4 @@
-"""How numba kernels run on torch's own thread pool.
+"""Launches of numba kernels on torch's own thread pool.
 
 Two OpenMP pools in one process fight for the same cores: the idle one spins while the other works. So our kernels are C
 callbacks that torch's OpenMP runtime calls: `GOMP_parallel(callback, words, threads, 0)`, found through libtorch itself
@@ -31,8 +31,8 @@ from numba.extending import intrinsic, overload, register_model
 from torch import Tensor
 
 _MATH = {"reassoc", "contract", "nsz", "arcp"}
-"""What sums need to be vectorised; NaN and infinity keep their meaning. numpy's error model does too: a check for a
-division by zero would end the loop early, and such loops are not vectorised."""
+"""Fast-math flags that sums need to be vectorised; NaN and infinity keep their meaning. numpy's error model does too: a
+check for a division by zero would end the loop early, and such loops are not vectorised."""
 
 WIDE = ir.IntType(64)
 
@@ -54,7 +54,7 @@ class Words(types.CPointer):  # type: ignore[misc]
 
     @property
     def key(self) -> tuple[types.Type | None, types.Type | None]:
-        """What tells two of them apart."""
+        """Key that tells two signatures apart."""
         return self.stored, self.cached
 
 
@@ -81,7 +81,7 @@ class Kernel:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the machine code is: a C function from a pointer to words to nothing."""
+        """Address of the machine code: a C function from a pointer to words to nothing."""
         return cast(int, self._compiled.address)
 
     @functools.cached_property
@@ -133,8 +133,8 @@ def packed(num_items: int, grain: int, arguments: Sequence[Tensor | float]) -> l
 
 @contextlib.contextmanager
 def _cache_of_these_sources() -> Iterator[None]:
-    """To see whether machine code is out of date, numba looks only at the kernel's own file, not at the modules whose
-    functions are compiled into it. So each state of all CPU kernels' sources gets a cache folder of its own."""
+    """Give each state of all CPU kernels' sources a cache folder of its own. numba checks only the kernel's own file
+    for changes, not the modules whose functions are compiled into it."""
     folder = Path(__file__).parent
     sources = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -251,7 +251,7 @@ def take_items(builder, words):
 
 @compiled
 def taken(words, items):
-    """Those of the items 0 to `items` that fall to this thread."""
+    """Yield the items, of 0 to `items`, that fall to this thread."""
     grain = words[2]
     while True:
         begin = take_items(words)

@@ -63,7 +63,7 @@ class _Scratch(threading.local):
         self._lanes = torch.empty(0, dtype=torch.int32)
 
     def lanes(self, count: int) -> Tensor:
-        """So many lanes of 32 bits, with anything in them."""
+        """Return uninitialised lanes of 32 bits."""
         if len(self._lanes) < count:
             self._lanes = torch.empty(count + count // 4, dtype=torch.int32)
         return self._lanes[:count]
@@ -79,7 +79,7 @@ _POWERS_OF_2 = (1.3276475e-3, 9.6755410e-3, 5.5507131e-2, 2.4022120e-1, 6.931469
 
 
 def _reduced(builder: Any, name: str, combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    """All lanes of all `values` as one number, by LLVM's reduction of that name."""
+    """Reduce all lanes of all `values` to one number with LLVM's reduction of that name."""
     while len(values) > 1:
         values = [combine(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
     first = [ir.Constant(ir.FloatType(), 0.0)] if name == "fadd" else []
@@ -357,7 +357,7 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: Attent
 
 
 def _heads_together(rows: int, group: int) -> int:
-    """How many of a group's heads share tiles: all, where that makes fewer tiles."""
+    """Return how many of a group's heads share tiles: all, where that makes fewer tiles."""
     return group if group <= QUERY_TILE and _num_tiles(rows, group) < group * _num_tiles(rows, 1) else 1
 
 

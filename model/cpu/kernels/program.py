@@ -41,7 +41,7 @@ from twostroke.model.cpu.kernels.launch import (
 )
 
 PATIENCE = 500
-"""How often a waiting thread looks again before it offers its core to others at each look: some 10 us."""
+"""Polls of a waiting thread before it offers its core to others at each poll: about 10 us."""
 
 _LINE = 8  # words of a cache line
 _ARRIVED, _NUM_OPS, _NUM_THREADS, _THREAD, _YIELD, _OPS = 0, _LINE, _LINE + 1, _LINE + 2, _LINE + 3, 2 * _LINE
@@ -60,7 +60,7 @@ class Program:
         return len(self._ops)
 
     def append(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
-        """One more `Kernel.run`, with the same arguments at every replay."""
+        """Append a `Kernel.run`, with the same arguments at every replay."""
         self._ops.append((kernel.address, packed(num_items, grain, arguments)))
         self._memory = None
 
@@ -115,19 +115,19 @@ def call(builder, address):
 
 @written_in_llvm()
 def arrive(builder, program):
-    """Count one arrival; what this thread wrote before is seen by those who see the count."""
+    """Count one arrival. A thread that sees the count also sees what this thread wrote before it."""
     builder.atomic_rmw("add", program, WIDE(1), "acq_rel")
 
 
 @written_in_llvm()
 def arrivals(builder, program):
-    """How many arrivals have been counted."""
+    """Emit the load of the number of arrivals so far."""
     return builder.load_atomic(program, "acquire", 8)
 
 
 @written_in_llvm()
 def pause(builder):
-    """Tell the core that this is a waiting loop, where there is such an instruction."""
+    """Emit the instruction that marks a waiting loop, on cores that have one."""
     if platform.machine() in ("x86_64", "AMD64"):
         function = ir.FunctionType(ir.VoidType(), ())
         builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), ())
@@ -162,7 +162,7 @@ def _walk(program):
         if threads > 1:
             _meet(program, (op + 1) * threads)
         if thread == 0:
-            as_integers(words)[0] = 0  # the items, for the next replay: nobody takes any now
+            as_integers(words)[0] = 0  # the items, for the next replay: no thread takes any now
 
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector
@@ -180,7 +180,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """All places together; pages that nobody wrote take no memory."""
+        """Bytes of all places together; pages that were never written take no memory."""
         return sum(map(len, self._places))
 
     @property
@@ -227,11 +227,11 @@ class Launcher:
 
     def __init__(self) -> None:
         self.arena = Arena()
-        """Where programs have their intermediate results."""
+        """Arena of the programs' intermediate results."""
         self._program: Program | None = None
 
     def run(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
-        """As Kernel.run."""
+        """Run a kernel as Kernel.run does."""
         if self._program is None:
             kernel.run(num_items, grain, *arguments)
         else:

@@ -160,7 +160,7 @@ def _race(values, ids, count, maximum, temperature, best, key):
 
 @njit(cache=True, nogil=True)
 def _uniform(key, token):
-    """In (0, 1), exact: see model/sampling/draws.py."""
+    """Return an exact number in (0, 1): see model/sampling/draws.py."""
     x = key + (np.uint64(token) + np.uint64(1)) * _GOLDEN
     x = (x ^ (x >> _30)) * _MIX_1
     x = (x ^ (x >> _27)) * _MIX_2

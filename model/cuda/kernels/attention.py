@@ -24,12 +24,13 @@ from torch import Tensor
 
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import beside_cache, of_cache
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
     GpuTarget,
+    await_inputs,
+    dependent_launch,
     dot_precision,
     padded_head,
     power_of_two,
@@ -50,7 +51,7 @@ NO_SCORE = tl.constexpr(-1.0e30)
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_m: int  # rows of a tile: (token, head of the group) pairs
     block_n: int  # keys a loop step
@@ -258,7 +259,8 @@ def prefill_attention_kernel(
     SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group) pairs."""
+    """One program per tile of tokens, a KV group and a sequence; the tile's rows are (token, head of the group)
+    pairs."""
     TOKENS: tl.constexpr = BLOCK_M // HEADS_PER_GROUP
     sequence = tl.program_id(2)
     group = tl.program_id(1)
@@ -352,7 +354,7 @@ def prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_n: int  # keys a loop step
     num_warps: int
@@ -479,7 +481,8 @@ def decode_attention_kernel(
 def decode_attention(
     q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeTiling
 ) -> None:
-    """As in model/reference.py for the layout's decodes, whose rows come first; zeros for an empty context."""
+    """Attend as model/reference.py does, for the layout's decodes, whose rows come first; zeros for an empty
+    context."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     sequences, split = layout.num_decodes, config.split

@@ -48,13 +48,13 @@ _HOPELESS: tl.constexpr = tl.constexpr(-50.0)  # the largest logit of a row scor
 
 TILE = 2048  # logits that a program looks at, at a time
 GROUP = 512  # of them whose largest is kept
-_PROGRAMS = 1024  # rows are split into parts of one tile until there are so many, and then into larger ones
+_PROGRAMS = 1024  # rows are split into parts of one tile up to this many programs, and then into larger parts
 _LARGEST_PART = 4  # tiles
 
 
 @dataclass(frozen=True)
 class DrawParameters:
-    """Of N rows, on the device. `temperature` 0 is greedy; as in SamplingParams otherwise."""
+    """Sampling parameters of N rows, on the device. `temperature` 0 is greedy; the rest as in SamplingParams."""
 
     temperature: Tensor  # fp64 [N]
     top_k: Tensor  # int32 [N]: 0 is off
@@ -64,7 +64,7 @@ class DrawParameters:
 
 
 class SamplingFeatures(NamedTuple):
-    """What some row asks for, as far as the host knows: what no row does is not launched. Tokens don't depend on it."""
+    """Features that some row asks for, as far as the host knows: others are not launched. Tokens don't depend on it."""
 
     draws: bool = True  # any temperature above 0; the others matter to these rows alone
     top_k: bool = True
@@ -75,7 +75,7 @@ EVERYTHING = SamplingFeatures()
 
 
 class _Search(NamedTuple):
-    """For the cut of one filter."""
+    """State of the search for one filter's cut."""
 
     states: Tensor  # int64 [_PASSES, N, _FIELDS]: as `_narrow` gives them before each pass, then the sum of all weights
     bins: Tensor  # int64 [_PASSES, N, _BINS]: weights that each pass found
@@ -129,7 +129,7 @@ def _weights(values, counts, highest, least, rate, MASSES: tl.constexpr):
 
 @triton.jit
 def _is_kept(values, ids, cut, last):
-    """Whether a row keeps a logit: what is above its cut, and of what equals that the ids up to `last`."""
+    """Return which rows keep a logit: those above the cut, and of those that equal it the ids up to `last`."""
     return (values > cut) | ((values == cut) & (ids <= last))
 
 
@@ -439,7 +439,7 @@ def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     )
 
 
-def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFeatures = EVERYTHING) -> Tensor:
+def draw_on_device(logits: Tensor, parameters: DrawParameters, features: SamplingFeatures = EVERYTHING) -> Tensor:
     """One token for each row of logits fp32 [N, V]: int64 [2, N], tokens, and 1 where the row held NaN or +inf.
 
     A row of -inf alone gives token 0. Nothing synchronises with the host; may be captured in a CUDA graph.
@@ -463,7 +463,7 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFe
     highests, leasts, rates, cuts = (new(torch.float32, rows) for _ in range(4))
     lasts = new(torch.int32, rows)
     drawn = new(torch.int64, 2, rows)
-    has_top_k, has_top_p = asked.draws and asked.top_k, asked.draws and asked.top_p
+    has_top_k, has_top_p = features.draws and features.top_k, features.draws and features.top_p
     by_count, by_mass = search(has_top_k), search(has_top_p)
     row_logits = (logits, logits.stride(0), vocab_size)
     extremes_kernel[(rows, parts)](*row_logits, part, values, ids, broken, GROUP=GROUP, TILE=TILE, num_warps=8)
@@ -483,7 +483,7 @@ def draw_on_device(logits: Tensor, parameters: DrawParameters, asked: SamplingFe
         cut_kernel[(rows,)](
             *row_logits, *filtered, MASSES=masses, PASSES=_PASSES.value, BINS=_BINS.value, TILE=TILE, num_warps=8
         )
-    if asked.draws:
+    if features.draws:
         scores, score_ids = new(torch.float64, rows, parts), new(torch.int32, rows, parts)
         race_kernel[(rows, parts)](
             *row_logits, part, highests, leasts, rates, parameters.temperature, parameters.keys, cuts, lasts,

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
 from twostroke.model.cuda.kernels.fp8 import LEAST, rounded, size_of, token_scale
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, CudaPackedWeight, activate
-from twostroke.model.cuda.kernels.launch import power_of_two
+from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
 _ROW_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))
@@ -41,7 +40,7 @@ def rms_norm_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a row. With ADD, x + residual replaces the residual and is what gets normalised."""
+    """One program per row. With ADD, x + residual replaces the residual and is what gets normalised."""
     await_inputs(DEPENDENT)
     columns = tl.arange(0, PADDED)
     inside = columns < HIDDEN
@@ -57,14 +56,14 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As in model/reference.py. x [T, hidden]; a new tensor is returned."""
+    """Compute model/reference.py's rms_norm. x [T, hidden]; returns a new tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, x, weight, out, eps, adds=False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As in model/reference.py, in place: x becomes the norm and residual the sum; both are returned."""
+    """Compute model/reference.py's add_rms_norm in place: x becomes the norm and residual the sum; returns both."""
     _launch_norm(x, residual, weight, x, eps, adds=True)
     return x, residual
 
@@ -87,7 +86,7 @@ def _row_warps(padded: int) -> int:
 def square_sums_kernel(
     qkv, sums, row_stride, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, Q_PADDED: tl.constexpr, K_PADDED: tl.constexpr
 ):
-    """One program a row: its queries' sum, and its keys'."""
+    """One program per row: its queries' sum, and its keys'."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, Q_PADDED)
     queries = tl.load(qkv + row * row_stride + columns, mask=columns < Q_SIZE, other=0.0).to(tl.float32)
@@ -98,7 +97,7 @@ def square_sums_kernel(
 
 
 def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
-    """As in model/reference.py."""
+    """Compute model/reference.py's square_sums."""
     rows, q_size, k_size = qkv.shape[0], norms.q.shape[0], norms.k.shape[0]
     sums = torch.empty((rows, 2), dtype=torch.float32, device=qkv.device)
     if rows:
@@ -114,7 +113,7 @@ def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
 def norm_rows_kernel(
     qkv, sums, q_gains, k_gains, row_stride, ranks, eps, Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program a row and BLOCK columns, in place."""
+    """One program per row and BLOCK columns, in place."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     of_queries, inside = columns < Q_SIZE, columns < Q_SIZE + K_SIZE
@@ -128,7 +127,7 @@ def norm_rows_kernel(
 
 
 def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
-    """As in model/reference.py, in place."""
+    """Compute model/reference.py's norm_rows in place."""
     rows, q_size, k_size = qkv.shape[0], norms.q.shape[0], norms.k.shape[0]
     if rows:
         norm_rows_kernel[(rows, triton.cdiv(q_size + k_size, _BLOCK))](
@@ -140,7 +139,7 @@ def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
 
 @triton.jit
 def soft_cap_kernel(logits, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and BLOCK columns, in place."""
+    """One program per row and BLOCK columns, in place."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + tl.program_id(0).to(tl.int64) * WIDTH + columns
     value = tl.load(at, mask=columns < WIDTH, other=0.0)
@@ -151,7 +150,7 @@ def soft_cap_kernel(logits, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """As in model/reference.py, in place."""
+    """Compute model/reference.py's soft_cap in place."""
     rows, width = logits.shape
     if rows:
         soft_cap_kernel[(rows, triton.cdiv(width, _BLOCK))](
@@ -171,7 +170,7 @@ def _gated(gate_at, columns, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """One program a row and BLOCK columns."""
+    """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = _gated(gate_up + row * (2 * WIDTH), columns, WIDTH, ACTIVATION)
@@ -179,7 +178,7 @@ def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATI
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """As in model/reference.py. gate_up [T, 2 I]."""
+    """Compute model/reference.py's gate. gate_up [T, 2 I]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
@@ -193,7 +192,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 def gate_codes_kernel(
     gate_up, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr
 ):
-    """One program a row, which it reads twice: from memory for its scale, and from the second-level cache."""
+    """One program per row, which it reads twice: from memory for its scale, and from the second-level cache."""
     row = tl.program_id(0).to(tl.int64)
     gate_at, lanes = gate_up + row * (2 * WIDTH), tl.arange(0, BLOCK)
     sizes = tl.zeros([BLOCK], tl.float32)
@@ -266,7 +265,7 @@ def rope_kv_kernel(
     NORMALISE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a token and TILE_HEADS heads: those of Q first, then those of K with V's."""
+    """One program per token and TILE_HEADS heads: those of Q first, then those of K with V's."""
     await_inputs(DEPENDENT)
     HALF: tl.constexpr = HEAD_DIM // 2
     KIND: tl.constexpr = NUM_GROUPS * BLOCK_SIZE * HEAD_DIM  # of a block, from keys to values
@@ -348,7 +347,7 @@ def vocab_embedding_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and BLOCK columns."""
+    """One program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids + token) - first
@@ -360,7 +359,7 @@ def vocab_embedding_kernel(
 
 
 def vocab_embedding(token_ids: Tensor, table: CudaPackedWeight, first: int, out_dtype: torch.dtype) -> Tensor:
-    """As Backend.embed: token_ids int64 [T] -> a new tensor [T, hidden]; other ranks' tokens have rows of zeros.
+    """Implement Backend.embed: token_ids int64 [T] -> a new tensor [T, hidden]; other ranks' tokens have rows of zeros.
 
     So the sum over all ranks is the whole vocabulary's embedding (Shoeybi et al. 2019). Raises ValueError for int4, of
     which no embedding is made.

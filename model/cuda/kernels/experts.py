@@ -40,7 +40,7 @@ def route_kernel(
     BLOCK_W: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program a token, its experts as [BLOCK_G, BLOCK_W], a group a row."""
+    """One program per token, its experts as [BLOCK_G, BLOCK_W], a group a row."""
     row = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = NUM_EXPERTS // GROUPS
     NOTHING: tl.constexpr = float("-inf")
@@ -57,7 +57,7 @@ def route_kernel(
     choosing = scores
     if HAS_CORRECTION:
         choosing += tl.load(correction + number, mask=is_real, other=0.0)
-    # NaN is the least of what can be chosen: who is chosen must be an expert.
+    # NaN ranks below every number, so that the chosen are always experts.
     choosing = tl.where(choosing == choosing, choosing, -3.0e38)
     choosing = tl.where(is_real, choosing, NOTHING)
     if GROUPS > 1:
@@ -92,7 +92,7 @@ def route_kernel(
 
 
 def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
-    """As Backend.route."""
+    """Implement Backend.route."""
     tokens, count = logits.shape
     experts = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
@@ -109,7 +109,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
 
 @triton.jit(do_not_specialize=["count", "tile_rows", "num_tiles"])
 def order_kernel(experts, hits, starts, choices, tiles, count, tile_rows, num_tiles, BLOCK: tl.constexpr):
-    """One program an expert, and one behind the last: where its choices start, and which they are, in their order.
+    """One program per expert, and one behind the last: where its choices start, and which they are, in their order.
 
     An expert whose rows are those from `start` on has the tiles from start // tile_rows + expert on, up to the next
     one's: enough, whatever its rows, so that no program waits for another's count. Nor does it add to another's hits.
@@ -245,7 +245,7 @@ def gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program BLOCK_N of an expert's SIZE features, and BLOCK_T of its rows: out [place, SIZE]."""
+    """One program per BLOCK_N of an expert's SIZE features, and BLOCK_T of its rows: out [place, SIZE]."""
     expert, first, end = tile_of(starts, tiles, num_tiles, FIRST, NUMBER, BLOCK_T)
     places = first + tl.arange(0, BLOCK_T)
     if first < end:
@@ -305,7 +305,7 @@ def down_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As gate_up_kernel, of rows x [place, columns]: weighted, out [choice, SIZE]."""
+    """Multiply rows x [place, columns] as gate_up_kernel does; the results are weighted, out [choice, SIZE]."""
     expert, first, end = tile_of(starts, tiles, num_tiles, FIRST, NUMBER, BLOCK_T)
     places = first + tl.arange(0, BLOCK_T)
     if first < end:
@@ -340,7 +340,7 @@ def sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and BLOCK columns: the sum of its choices' rows, in their order, of experts from FIRST to
+    """One program per token and BLOCK columns: the sum of its choices' rows, in their order, of experts from FIRST to
     END. Others' rows were never written."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -354,7 +354,7 @@ def sum_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """How the products are tiled, in steps of block_k columns."""
+    """Tiling of the experts' products, in steps of block_k columns."""
 
     block_t: int  # rows
     block_n: int  # features
@@ -375,7 +375,7 @@ _FP32_CONFIGS = (ExpertsConfig(16, 16, 64, num_warps=4, num_stages=2), *[Experts
 
 
 def experts_config(dtype: torch.dtype, num_choices: int, number: int) -> ExpertsConfig:
-    """For so many choices among so many experts."""
+    """Return the tiling for `num_choices` choices among `number` experts."""
     table = _FP32_CONFIGS if dtype == torch.float32 else _CONFIGS
     return table[sum(num_choices > number * rows for rows in ROWS_OF_CONFIGS)]
 
@@ -393,7 +393,7 @@ class ExpertsWeight:
         return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.rows, weight.columns)
 
     def memory(self, slot: int, number: int) -> list[Tensor]:
-        """All that one of `number` experts has of it, contiguous."""
+        """Return the contiguous memory of one of `number` experts."""
         weight, rows = self.weight, self.shape[0] // number
         parts = [weight] if isinstance(weight, Tensor) else [weight.packed, weight.factors, *weight.scales]
         if not isinstance(weight, Tensor) and weight.offsets is not None:
@@ -429,7 +429,7 @@ def compute(
     activation: Activation,
     config: ExpertsConfig,
 ) -> Tensor:
-    """As Experts, for contiguous x; sums are fp32. `held` are the experts whose weights these are. Returns a new
+    """Implement Experts for contiguous x; sums are fp32. `held` are the experts whose weights these are. Returns a new
     tensor."""
     (tokens, top_k), hidden, number = chosen.experts.shape, x.shape[1], len(held)
     ordered = order(chosen.experts, hits, config.block_t)
@@ -466,7 +466,7 @@ def compute(
 
 @triton.jit
 def gate_by_sigmoid_kernel(x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program a row and BLOCK columns."""
+    """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + row)
@@ -477,7 +477,7 @@ def gate_by_sigmoid_kernel(x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
-    """As Backend.gate_by_sigmoid, in place."""
+    """Implement Backend.gate_by_sigmoid in place."""
     rows, width = x.shape
     if rows:
         gate_by_sigmoid_kernel[(rows, triton.cdiv(width, 1024))](x, logits, x, WIDTH=width, BLOCK=1024, num_warps=4)

@@ -30,7 +30,7 @@ def fp8_code(value):
 
 @triton.jit
 def fp8_code_of_any(value):
-    """As `fp8_code`; what is beyond 448 becomes that, and NaN stays."""
+    """Return the code as `fp8_code` does; values above 448 saturate, and NaN stays NaN."""
     limited = tl.where(value > _LIMIT, _LIMIT, tl.where(value < -_LIMIT, -_LIMIT, value))
     return tl.where(value == value, fp8_code(limited), 0x7F)
 
@@ -102,7 +102,7 @@ def token_scale(largest, LEAST: tl.constexpr):
 
 @triton.jit
 def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.constexpr, LEAST: tl.constexpr):
-    """One program a token."""
+    """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)

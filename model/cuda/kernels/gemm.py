@@ -45,15 +45,14 @@ from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
+from twostroke.model.costs.sizes import INT4_GROUP
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
-from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, dot_precision
-from twostroke.model.sizes import INT4_GROUP
+from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, await_inputs, dependent_launch, dot_precision
 
 Bits = Literal[16, 8, 4]
-"""Of a weight: 16 for any float type, fp32 too."""
+"""Bits of a weight's number: 16 for any float type, fp32 too."""
 
-BYTE_ZERO = 128  # what stands for 0
+BYTE_ZERO = 128  # the code of 0
 NIBBLE_ZERO = 8
 FP8_GROUP = 128  # columns of a weight in FP8 that share a scale, where not all of a row do
 
@@ -78,7 +77,8 @@ class CudaPackedWeight:
 
 
 def pack(weight: Tensor | QuantizedWeight) -> CudaPackedWeight:
-    """What is not quantised is kept, and not copied if contiguous. The last block of int4 ends with zeros of scale 0.
+    """Pack a weight. A plain one is kept, and not copied if contiguous. The last block of int4 ends with zeros of scale
+    0.
 
     Raises ValueError for other groups than a row of int8 and INT4_GROUP columns of int4, and for scales of int4 that
     are no bf16 numbers.
@@ -105,7 +105,8 @@ def pack(weight: Tensor | QuantizedWeight) -> CudaPackedWeight:
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether it is of the two forms that `pack` takes, as what `quantize` makes is; others are for grouped_gemm.py."""
+    """Return True if the weight has a form that `pack` takes, as `quantize` makes them; grouped_gemm.py takes the
+    others."""
     if weight.values.dtype != torch.int8 or weight.offsets is not None or weight.order is not None:
         return False
     if weight.bits == 8:
@@ -115,7 +116,8 @@ def can_pack(weight: QuantizedWeight) -> bool:
 
 
 def can_multiply_fp8(weight: QuantizedWeight) -> bool:
-    """Whether `pack_fp8` takes it: FP8 with a scale a row or FP8_GROUP columns, in rows that are whole vectors."""
+    """Return True if `pack_fp8` takes the weight: FP8 with a scale per row or per FP8_GROUP columns, in rows of whole
+    vectors."""
     if weight.values.dtype != torch.float8_e4m3fn or weight.is_fp4:
         return False
     if weight.offsets is not None or weight.order is not None or weight.values.shape[1] % 16:
@@ -124,7 +126,7 @@ def can_multiply_fp8(weight: QuantizedWeight) -> bool:
 
 
 def pack_fp8(weight: QuantizedWeight) -> CudaPackedWeight:
-    """Of a weight that `can_multiply_fp8`."""
+    """Pack a weight that passes `can_multiply_fp8`."""
     rows, columns = weight.values.shape
     return CudaPackedWeight(weight.values.contiguous(), weight.scales.T.contiguous(), rows, columns, 8)
 
@@ -155,7 +157,7 @@ _LEAST_ROWS = 16  # of a tile
 
 
 class SplitWorkspace:
-    """What programs of one launch leave for one another: sums, and how many have come. For one stream at a time.
+    """Memory in which programs of one launch leave sums for each other, and count arrivals. For one stream at a time.
 
     It is never resized, so that a captured graph can go on using it; and counters are zero again after each launch.
     """
@@ -167,7 +169,7 @@ class SplitWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """How one launch is tiled. A program computes y^T [block_n, block_t] in steps of block_k columns of the weight."""
+    """Tiling of one launch. A program computes y^T [block_n, block_t] in steps of block_k columns of the weight."""
 
     block_t: int  # tokens
     block_n: int  # rows of the weight
@@ -313,7 +315,7 @@ def linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | None, o
 
 
 def fp8_linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """As `linear_reference`, of x as `fp8.quantize_tokens_reference` rounds it."""
+    """Compute `linear_reference` of x rounded as `fp8.quantize_tokens_reference` does."""
     codes, scales = quantize_tokens_reference(x)
     y = codes.float() @ unpack(weight).T * scales[:, None]
     return (y if bias is None else y + bias.float()).to(out_dtype)
@@ -393,7 +395,7 @@ def gemm_kernel(
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
+    """One program per split of the columns, BLOCK_N rows of the weight and BLOCK_T tokens.
 
     WHOLE_STEPS: the columns are a multiple of BLOCK_K, or of four bits of a block. Rows of a tile past the weight's
     read its last row, and their results are dropped. In eight bits, a row's scale is applied to its sums; of FP8 each

@@ -48,7 +48,7 @@ class GroupedWeight:
 
 
 def pack_groups(weight: QuantizedWeight) -> GroupedWeight:
-    """Of a weight whose inputs are in order. Raises ValueError for groups that are too small."""
+    """Pack a weight whose inputs are in order. Raises ValueError for groups that are too small."""
     columns = weight.values.shape[1]
     weight = weight.with_groups_within(_STEP)
     if weight.group_size < _LEAST_GROUP:
@@ -73,7 +73,7 @@ def pack_groups(weight: QuantizedWeight) -> GroupedWeight:
 
 @dataclass(frozen=True, slots=True)
 class GroupedConfig:
-    """How one launch is tiled. A program computes y^T [block_n, block_t] in steps of block_k columns."""
+    """Tiling of one launch. A program computes y^T [block_n, block_t] in steps of block_k columns."""
 
     block_t: int  # tokens
     block_n: int  # rows of the weight
@@ -186,7 +186,7 @@ def grouped_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program BLOCK_N rows of the weight, which has STRIDE bytes a row, and BLOCK_T tokens."""
+    """One program per BLOCK_N rows of the weight, which has STRIDE bytes a row, and BLOCK_T tokens."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     real_rows = tl.minimum(rows, num_rows - 1)
@@ -242,7 +242,7 @@ def grouped_embedding_kernel(
     HAS_OFFSETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a token and BLOCK columns."""
+    """One program per token and BLOCK columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids + token) - first
@@ -262,7 +262,7 @@ def grouped_embedding_kernel(
 
 
 def grouped_embedding(token_ids: Tensor, table: GroupedWeight, first: int, out_dtype: torch.dtype) -> Tensor:
-    """As Backend.embed."""
+    """Implement Backend.embed."""
     out = torch.empty((len(token_ids), table.columns), dtype=out_dtype, device=token_ids.device)
     if len(token_ids):
         grouped_embedding_kernel[(len(token_ids), triton.cdiv(table.columns, 1024))](

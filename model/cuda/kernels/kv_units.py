@@ -41,7 +41,7 @@ _TILE_BYTES = 8192  # of one program
 
 @dataclass(frozen=True, slots=True)
 class UnitPlaces:
-    """How one side's units lie in memory, all sizes in bytes."""
+    """Memory layout of one side's units, all sizes in bytes."""
 
     num_heads: int  # of the lane
     head_bytes: int  # contiguous: unit_tokens rows of one head, of K or of V
@@ -58,7 +58,7 @@ class UnitPlaces:
 
     @property
     def run_bytes(self) -> int:
-        """What of a unit is contiguous: all of it, K and V each, or each head."""
+        """Contiguous bytes of a unit: all of it, K and V each, or each head."""
         if self.head_stride != self.head_bytes:
             return self.head_bytes
         if self.kinds > 1 and self.kind_stride != self.num_heads * self.head_bytes:
@@ -67,11 +67,12 @@ class UnitPlaces:
 
     @property
     def alignment(self) -> int:
-        """What the address of every run is a multiple of, up to 16: layers and buffers begin at multiples of it."""
+        """Alignment of every run's address, up to 16: layers and buffers begin at multiples of it."""
         return math.gcd(16, self.head_bytes, self.head_stride, self.kind_stride, self.block_bytes)
 
     def addresses(self, bases: ArrayLike, unit_ids: ArrayLike) -> NDArray[np.int64]:
-        """Where each unit's first byte is: int64 [units]. `bases`: of each unit's layer, or of the one layer."""
+        """Return the address of each unit's first byte: int64 [units]. `bases` are those of each unit's layer, or of
+        the one layer."""
         blocks, parts = np.divmod(np.asarray(unit_ids, np.int64), self.units_per_block)
         inside = parts * self.head_bytes + self.first_head * self.head_stride
         start: NDArray[np.int64] = np.asarray(bases, np.int64) + blocks * self.block_bytes + inside
@@ -153,7 +154,7 @@ def _mix(x):
 
 @triton.jit
 def _terms(word, index, seal):
-    """What A and B are sums of, for the word at `index`."""
+    """Return the summands of A and B for the word at `index`."""
     place = seal.to(tl.uint64) + (index + 1).to(tl.uint64) * G
     mixed = _mix(word.to(tl.uint64) ^ place)
     return mixed, ((mixed << 29) | (mixed >> 35)) * (place | 1)
@@ -198,7 +199,7 @@ def move_units_kernel(
     COPY: tl.constexpr,
     DIGEST: tl.constexpr,
 ):
-    """One program a run of one unit and TILE words of it; strides in words. With COPY they go to the targets.
+    """One program per run of one unit and TILE words of it; strides in words. With COPY they go to the targets.
 
     With DIGEST the words are of 8 bytes, and the program's sums A and B go to its place in parts.
     """
@@ -359,7 +360,8 @@ def code_units_kernel(
     TILE_ROWS: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
-    """One program TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides in values."""
+    """One program per TILE_ROWS rows of one unit, from `paged` to the wire with ENCODE, else back; strides are
+    values."""
     ROWS: tl.constexpr = KINDS * HEADS * TOKENS
     IS_FP8: tl.constexpr = LIMIT > 127.0
     unit = tl.program_id(0)

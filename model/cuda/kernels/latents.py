@@ -56,7 +56,7 @@ def write_latents_kernel(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """One program a token. A negative slot writes nothing; its position must still be within cos_sin."""
+    """One program per token. A negative slot writes nothing; its position must still be within cos_sin."""
     WIDTH: tl.constexpr = RANK + 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
@@ -89,7 +89,7 @@ def turn_in_place_of(source, target, angles, HALF: tl.constexpr, HALF_PADDED: tl
 def write_latents(
     rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
 ) -> None:
-    """As Backend.write_latents."""
+    """Implement Backend.write_latents."""
     rank, half = len(norm), (rows.shape[1] - len(norm)) // 2
     if len(rows):
         write_latents_kernel[(len(rows),)](
@@ -102,7 +102,7 @@ def write_latents(
 def turn_queries_kernel(
     q, cos_sin, positions, NUM_HEADS: tl.constexpr, KEY: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr
 ):
-    """One program a token and a head, in place."""
+    """One program per token and a head, in place."""
     token = tl.program_id(0).to(tl.int64)
     place = q + (token * NUM_HEADS + tl.program_id(1)) * (KEY + 2 * HALF) + KEY
     turn_in_place_of(place, place, cos_sin + tl.load(positions + token) * (2 * HALF), HALF, HALF_PADDED)
@@ -120,7 +120,7 @@ def turn_queries(q: Tensor, key: int, cos_sin: Tensor, positions: Tensor) -> Non
 
 @dataclass(frozen=True, slots=True)
 class LatentDecodeConfig:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_m: int  # heads of a program
     block_n: int  # tokens a loop step
@@ -285,7 +285,7 @@ def latent_decode(
 
 @dataclass(frozen=True, slots=True)
 class LatentPartConfig:
-    """How one launch is tiled."""
+    """Tiling of one launch."""
 
     block_m: int  # queries of a tile
     block_n: int  # tokens a loop step
@@ -331,7 +331,7 @@ def latent_part_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a tile of a sequence's queries and a head."""
+    """One program per tile of a sequence's queries and a head."""
     sequence = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
     query_start = tl.load(query_starts + sequence)

@@ -1,13 +1,28 @@
-"""What a launch depends on besides the shapes: the GPU's class, and sizes derived from head dimension and dtype."""
+"""Parameters of launches besides the shapes: the GPU's class, sizes derived from head dimension and dtype, and
+programmatic dependent launch.
+
+Dependent launch sets a kernel of a decode step up while the one before it still runs. Without it each of a step's nine
+kernels a layer begins when the last program of the one before has ended: a microsecond or two in which the GPU loads
+nothing. With it the programs of the next kernel are there already, and wait for the memory of the one before. NVIDIA's
+CUDA programming guide describes it; GPUs have it from sm_90 on.
+
+A dependent kernel calls `await_inputs` first in every program, before it touches memory or ends. Each kernel then ends
+after the one before it, and others may follow that are launched in the ordinary way."""
 
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = math.log2(math.e)
-"""What natural exponents are multiplied with where 2 is raised to their power."""
+"""Factor of natural exponents where 2 is raised to their power."""
 
 
 class Architecture(Enum):
@@ -64,9 +79,29 @@ def padded_head(head_dim: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore it."""
+    """Return how `tl.dot` treats its inputs: fp32 stays fp32 (Triton's default rounds it to tf32); 16-bit types ignore
+    it."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 compiles_only = False
 """Launches compile and run nothing (model/cuda/compile_ahead.py): what kernels would have written is of any value."""
+
+
+@triton.jit
+def await_inputs(DEPENDENT: tl.constexpr):
+    """Let the next kernel be set up, and wait until the one before has ended and its results can be read."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Tell whether kernels on this device can be launched so."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent_launch(x: Tensor) -> dict[str, Any]:
+    """Return the launch arguments of a kernel that awaits its inputs, for tensors on x's device."""
+    return {"DEPENDENT": True, "launch_pdl": True} if has_dependent_launch(x.device) else {"DEPENDENT": False}

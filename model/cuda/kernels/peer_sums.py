@@ -22,12 +22,14 @@ from torch import Tensor
 from torch._C import _distributed_c10d
 
 from twostroke.model.cuda.kernels.launch import power_of_two
-from twostroke.model.parallel.tensor_parallel import Shard
+from twostroke.model.parallel.form import Shard
 
 MOST_ROWS = 64
-"""Of a sum: fewer than a GPU has multiprocessors, since programs that wait for peers must all be resident."""
+"""Maximum rows of a sum: fewer than a GPU has multiprocessors, since programs that wait for peers must all be resident.
+"""
 _MOST_READ_BYTES = 2 << 20
-"""By one rank, of all: beyond them each rank should read a part, and hand its sum on, as NCCL does."""
+"""Maximum bytes that one rank loads from all others: beyond them each rank should load a part and pass its sum on, as
+NCCL does."""
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 
 
@@ -44,7 +46,7 @@ def sum_add_norm_kernel(
     HIDDEN: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One program a row. `peers` int64 [RANKS]: where each rank's memory is, multiples of 16."""
+    """One program per row. `peers` int64 [RANKS]: where each rank's memory is, multiples of 16."""
     row = tl.program_id(0)
     columns = tl.arange(0, PADDED)
     inside = columns < HIDDEN
@@ -80,7 +82,7 @@ def sum_add_norm_kernel(
 
 
 def memory_bytes(size: int, hidden: int, dtype: torch.dtype) -> int:
-    """How much each of `size` ranks lends its peers."""
+    """Return the bytes that each of `size` ranks lends its peers."""
     return MOST_ROWS * size * 4 + 2 * MOST_ROWS * hidden * dtype.itemsize
 
 
@@ -104,11 +106,11 @@ class PeerSums:
         self._turns = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x has the width and dtype of what is summed here, and few enough rows: the same on all ranks."""
+        """Return True if x has the width and dtype of these sums, and few enough rows: the same on all ranks."""
         return x.dtype == self._dtype and x.shape[1] == self._hidden and 0 < x.shape[0] <= self._most_rows
 
     def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """As TensorParallel.sum_add_norm, of contiguous tensors that `takes` lets pass, in place."""
+        """Implement TensorParallel.sum_add_norm in place, for contiguous tensors that pass `takes`."""
         padded = power_of_two(self._hidden)
         sum_add_norm_kernel[(x.shape[0],)](
             x, residual, weight, self._peers, self._turns, eps, RANK=self._rank, RANKS=self._size,

@@ -1,4 +1,4 @@
-"""How the contexts of decodes are split into segments that run at once, and how their results are merged.
+"""Split of decodes' contexts into segments that run at once, and the merge of their results.
 
 Split-KV, as in Flash-Decoding (Dao et al. 2023), by the lengths that the contexts have: the keys of all rows stand in
 one line, of which each program takes an equal part (as Stream-K does with a product's steps: Osama et al. 2023). So one
@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.model.cuda.kernels.dependent import await_inputs, dependent_launch
-from twostroke.model.cuda.kernels.launch import LOG2_E, GpuTarget, padded_head
+from twostroke.model.cuda.kernels.launch import LOG2_E, GpuTarget, await_inputs, dependent_launch, padded_head
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
 _MOST_WAVES = 4  # of programs; more would even out little more, and each starts with a wait for memory
@@ -31,28 +30,29 @@ _MERGED = 16  # segments a step of the merging kernel
 _ROWS = tl.constexpr(256)  # that a program looks at at once
 
 LN_2 = tl.constexpr(1 / LOG2_E)
-"""What base-2 logarithms are multiplied by, to be natural ones."""
+"""Factor that turns base-2 logarithms into natural ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """How one launch's keys are divided."""
+    """Division of one launch's keys."""
 
     programs: int  # of a tile of heads, at most: each takes an equal part of the keys of all rows
     most_steps: int  # that a row may have
 
     @property
     def may_split(self) -> bool:
-        """Whether any row could have more than one segment."""
+        """True if any row could have more than one segment."""
         return self.most_steps > 1 and self.programs > 1
 
     def programs_for(self, rows: int) -> int:
-        """Of a tile of heads of so many rows: no more than there could be work for."""
+        """Return the programs for a tile of heads of `rows` rows: no more than there could be work for."""
         return max(1, min(self.programs, -(-rows * self.most_steps // int(_LEAST_STEPS.value))))
 
 
 def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) -> SplitConfig:
-    """For `tiles` of heads of each row, and rows of at most so many keys, which may begin within a step."""
+    """Return the split for `tiles` of heads per row, and rows of at most `most_keys` keys, which may begin within a
+    step."""
     fitting = target.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
 
     def idle(waves: int) -> float:
@@ -67,7 +67,7 @@ def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) ->
 def steps_of(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the first key of a context's first step, its steps): of a number or of a tensor of them.
 
-    An empty context, a padding row of a captured graph, has one step of no keys: somebody must write its zeros.
+    An empty context, a padding row of a captured graph, has one step of no keys: a program must write its zeros.
     """
     begin = context_lens * 0
     if WINDOW:
@@ -77,7 +77,7 @@ def steps_of(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _steps_of_rows(context_lens, first, num_rows, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of rows [first, first + _ROWS); zeros behind the last row."""
+    """Return the steps of rows [first, first + _ROWS); zeros behind the last row."""
     rows = first + tl.arange(0, _ROWS)
     lens = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
     _, steps = steps_of(lens, WINDOW, BLOCK_N)
@@ -107,8 +107,8 @@ def part_of(context_lens, num_rows, program, programs, WINDOW: tl.constexpr, BLO
 
 @triton.jit
 def segment_of(context_len, row_start, program, share, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of a row that a program has a part of: (its keys [begin, end), the first program that has one, how many have,
-    the row's steps)."""
+    """Return, of a row that a program has a part of: its keys [begin, end), the first program that has one, how many
+    have, and the row's steps."""
     first_key, steps = steps_of(context_len, WINDOW, BLOCK_N)
     from_step = tl.maximum(program * share - row_start, 0)
     to_step = tl.minimum((program + 1) * share - row_start, steps)
@@ -133,7 +133,7 @@ def merge_segments_kernel(
     HAS_LOG_SUMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a head and a row: the segments' averages, weighted by their sums, to out [rows, H * D], and where
+    """One program per head and a row: the segments' averages, weighted by their sums, to out [rows, H * D], and where
     HAS_LOG_SUMS natural logarithms of the sums together to log_sums [rows, H].
 
     Rows of one segment have their result already.
@@ -171,7 +171,7 @@ def merge_segments_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What segments leave for the merge: where rows have several."""
+    """Partial results of segments, for the merge of rows that have several."""
 
     out: Tensor  # fp32 [segments, H, D]: averages
     log_sums: Tensor  # fp32 [segments, H]: base-2 logarithms of their sums of weights
@@ -179,7 +179,8 @@ class Partials:
 
 
 def make_partials(config: SplitConfig, rows: int, heads: int, dim: int, device: torch.device) -> Partials:
-    """Of undefined values; the attending kernel writes every row's split. A segment's place is row + program."""
+    """Allocate partial results, undefined: the attending kernel writes every row's split. A segment's place is row +
+    program."""
     most = rows + config.programs_for(rows) if config.may_split else 1
     return Partials(
         torch.empty((most, heads, dim), dtype=torch.float32, device=device),

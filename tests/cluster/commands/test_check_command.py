@@ -10,8 +10,8 @@ import pytest
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands import check
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.model.costs.sizes import num_parameters
 from twostroke.model.published.models import MODELS, published_model
-from twostroke.model.sizes import num_parameters
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,11 +15,12 @@ from typing import Any, Literal
 import pytest
 
 from twostroke.cluster.config.config import read_config
-from twostroke.cluster.config.worker_settings import WorkerSettings, most_overlapping
+from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.workers import worker_options
 from twostroke.cluster.ranks.rank_parts import RankOrder, load_rank
 from twostroke.cluster.ranks.rank_process import run_rank
 from twostroke.cluster.ranks.worker_parts import check_step_size
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
@@ -224,13 +225,14 @@ def test_staging_memory_is_there_for_every_stage_that_one_may_have_layers_in_com
             )
             for stage in range(ours)
         ]
-        assert max(found) <= most_overlapping(ours, theirs) <= max(found) + 1 or num_layers % (ours * theirs)
+        most = ParallelForm(stages=ours).most_peers(ParallelForm(stages=theirs))
+        assert max(found) <= most <= max(found) + 1 or num_layers % (ours * theirs)
 
 
 def test_the_engine_is_told_its_ranks() -> None:
     config = read_config({"prefill": {"tensor_parallel": 2}})
-    assert WorkerSettings.of(config, config.prefill).engine_config(Path(), gpu=1).tensor_parallel == 2
-    assert WorkerSettings.of(config, config.decode).engine_config(Path()).tensor_parallel == 1
+    assert WorkerSettings.of(config, config.prefill).engine_config(Path(), gpu=1).parallel.tensor_ranks == 2
+    assert WorkerSettings.of(config, config.decode).engine_config(Path()).parallel.tensor_ranks == 1
 
 
 def test_steps_that_no_message_could_hold_are_refused() -> None:

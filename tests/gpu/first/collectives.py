@@ -13,13 +13,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
-from twostroke.model.parallel.tensor_parallel import Shard, listening_store, process_group
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import listening_store, process_group
 
 HIDDEN = 4096
 
 
 class Attempts:
-    """What each call returned and how long it took, or its error."""
+    """Result and duration of each call, or its error."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}

@@ -18,7 +18,11 @@ PACKAGES = (
 )
 OURS = (
     *("tests.model.conftest", "tests.rigs.kv_pair", "tests.kernels.paged_cases", "tests.gpu.test_engine_on_gpu"),
-    *("twostroke.benchmarks.gpu.command", "twostroke.benchmarks.transfer", "twostroke.benchmarks.pull"),
+    *(
+        "twostroke.benchmarks.gpu.command",
+        "twostroke.benchmarks.transfers.transfer",
+        "twostroke.benchmarks.transfers.pull",
+    ),
     *("twostroke.kvtransfer.transports.cuda_ipc", "twostroke.kvtransfer.transports.torch_distributed"),
 )
 KERNEL = """
@@ -67,7 +71,7 @@ def device() -> dict[str, Any]:
 
 
 def launches(values: torch.Tensor) -> dict[str, float]:
-    """What a launch by Triton and one by torch cost the host."""
+    """Return the host's cost of a launch by Triton and of one by torch."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "one_kernel.py"  # Triton reads kernels' sources from files
         path.write_text(KERNEL)

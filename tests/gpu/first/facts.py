@@ -20,7 +20,7 @@ _WORTH_NOTING = re.compile(r"^.*(?:prompts' attention|captured \d+ graphs|KV cac
 
 
 def facts_of(log: str, rc: int) -> dict[str, Any]:
-    """What the log of a test run, of a bench or of one of these programs says."""
+    """Return the facts in the log of a test run, of a bench or of one of these programs."""
     facts = _last_object(log)
     outcomes = _outcomes(log)
     if outcomes:
@@ -68,7 +68,7 @@ def _name(test: str) -> str:
 
 
 def _errors(log: str) -> dict[str, str]:
-    """Where each failing test's error was raised, and its first lines."""
+    """Return the place and the first lines of each failing test's error."""
     errors = {}
     _, *parts = _REPORT.split(log)
     for test, text in zip(parts[::2], parts[1::2], strict=True):

@@ -28,7 +28,7 @@ HEAD = SIZES.model.vocab_size * 4096
 
 
 def profiled(run: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Of a run that takes so many steps, and ends when the device has done them."""
+    """Profile a run of `steps` steps, which ends when the device has done them."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
@@ -48,7 +48,7 @@ def profiled(run: Callable[[], object], steps: int) -> dict[str, Any]:
 
 
 def summary(spans: Sequence[tuple[str, float, float]], steps: int) -> dict[str, Any]:
-    """Of kernels' names, starts and ends, in microseconds."""
+    """Summarise kernels' names, starts and ends, in microseconds."""
     spans = sorted(spans, key=lambda span: span[1])
     by_name: dict[str, list[float]] = defaultdict(list)
     busy_us, last = 0.0, 0.0
@@ -82,7 +82,7 @@ def _product_rates(times_us: Sequence[float], steps: int) -> dict[str, list[floa
 
 
 def host_ms(model: GpuModel, batch: int) -> float:
-    """What the host takes for a decode step, when nothing waits for the device."""
+    """Return the host's milliseconds for a decode step when nothing waits for the device."""
     times = []
     for _ in range(5):
         torch.cuda.synchronize()

@@ -17,7 +17,8 @@ from tests.model.conftest import TINY
 from twostroke.kvtransfer.link import DeviceStore, HostStore, SharedStore
 from twostroke.model.cache.kv_cache import KVCache, SharedKVCache, make_kv_cache
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.sizes import kv_block_bytes
+from twostroke.model.costs.sizes import kv_block_bytes
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -71,7 +72,7 @@ def test_the_layout_says_all_that_peers_must_agree_on() -> None:
 
 
 def test_a_rank_holds_its_share_of_the_heads() -> None:
-    cache = make_cache(tp_size=2, rank=1)
+    cache = make_cache(parallel=ParallelForm(2), rank=1)
     assert (cache.rank, cache.layout.tp_size) == (1, 2)
     assert cache.tensors[0].shape == (5, 2, 1, 4, 8)
     assert cache.block_bytes == cache.tensors[0][0].nbytes
@@ -215,7 +216,7 @@ def test_of_latents_a_token_takes_what_the_papers_count(layers: int, name: str, 
         "model_type": None,
     }
     config = parse_model_config(raw, "test")
-    assert kv_block_bytes(config, 1, 2) == kv_block_bytes(config, 1, 2, 8) == of_token
+    assert kv_block_bytes(config, 1, 2) == kv_block_bytes(config, 1, 2, ParallelForm(8)) == of_token
     layout = KVLayout("", "bfloat16", layers, config.num_kv_heads, config.head_dim, 16, kinds=config.kv_kinds)
     assert layout.token_bytes == of_token
     assert round(2 * 128 * 128 * layers * 2 / of_token) == 57

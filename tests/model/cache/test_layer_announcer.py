@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from twostroke.model.cache import kv_cache
-from twostroke.model.cache.kv_cache import LayerAnnouncer, layer_announcer
+from twostroke.model.cache.layer_announcer import LayerAnnouncer, layer_announcer
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""How much memory an engine may take, what is left for the KV cache, and what is said where nothing is."""
+"""Memory that an engine may take, what remains for the KV cache, and the message where nothing remains."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,9 @@ from twostroke.model.cache.memory import (
     check_memory_of_all,
     describe_cache,
 )
+from twostroke.model.costs.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, communicator_bytes
 from twostroke.model.load import largest_batch
-from twostroke.model.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, communicator_bytes
+from twostroke.model.parallel.form import ParallelForm
 from twostroke.protocol.errors import ConfigError
 
 GIB = 2**30
@@ -98,13 +99,13 @@ def test_the_cache_gets_what_weights_steps_links_cuda_and_others_leave(
 
 def test_nccls_communicators_of_the_ranks_come_out_of_the_workers_share_alone() -> None:
     """They are there when the step is measured, so they are not free any more."""
-    assert [communicator_bytes(ranks, stages) for ranks, stages in ((1, 1), (2, 1), (1, 2), (4, 2))] == [
+    assert [communicator_bytes(ParallelForm(*form)) for form in ((1, 1), (2, 1), (1, 2), (4, 2))] == [
         0,
         COMMUNICATOR_BYTES,
         COMMUNICATOR_BYTES,
         2 * COMMUNICATOR_BYTES,
     ]
-    taken = communicator_bytes(2, 1)
+    taken = communicator_bytes(ParallelForm(2))
     memory = GpuMemory(80 * GIB, 70 * GIB, share=0.5, weights=16 * GIB, peak_step=2 * GIB, communicators=taken)
     assert cache_bytes_on_gpu(memory) == 22 * GIB - CUDA_CONTEXT_BYTES - taken
     assert cache_bytes_on_gpu(replace(memory, free=12 * GIB)) == 10 * GIB

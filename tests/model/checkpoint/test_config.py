@@ -1,4 +1,4 @@
-"""What of config.json is read, and what is refused by name of file and field."""
+"""Fields of config.json that are taken, and those that are refused by name of file and field."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.config import RopeConfig
-from twostroke.model.sizes import num_parameters
+from twostroke.model.costs.sizes import num_parameters
 from twostroke.protocol.errors import ConfigError
 
 LLAMA: dict[str, Any] = {

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.model.test_conformance import make_runner, random_prompts
+from tests.model.architectures.test_conformance import make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
@@ -84,7 +84,7 @@ def bundled_tokenizer() -> Tokenizer:
 
 
 def interleaved(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """What converters do to Llama's queries and keys: dimension i of a head's half comes to 2 i."""
+    """Reorder rows as converters do with Llama's queries and keys: dimension i of a head's half moves to 2 i."""
     shape = (heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(rows.reshape(shape).swapaxes(1, 2)).reshape(rows.shape)
 
@@ -164,7 +164,7 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_blocks_of_any_kind_mean_what_their_authors_say(kind: str) -> None:
-    """Of random bytes, but for scales and minima."""
+    """Blocks are random bytes, but for scales and minima."""
     wide = GGMLQuantizationType[kind]
     together, size = GGML_QUANT_SIZES[wide]
     random = np.random.default_rng(0)

@@ -14,8 +14,8 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.model.architectures.test_conformance import NEW_TOKENS, lengths_before_near_ties, make_runner, reference
 from tests.model.conftest import Generate, make_decoder
-from tests.model.test_conformance import NEW_TOKENS, lengths_before_near_ties, make_runner, reference
 from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.model.architectures.families.family import INTERLEAVED
 from twostroke.model.checkpoint.gguf.file import NAMES
@@ -49,7 +49,7 @@ QUESTIONS = (
 )
 BLOCK_SIZE = 16
 LEAST_EQUAL = 0.97
-"""Of bf16's tokens. It keeps 8 bits of each value: near-ties change places."""
+"""Minimum share of bf16's tokens that are equal: it keeps 8 bits of each value, so near-ties change places."""
 
 Answers = tuple[Path, list[list[int]], list[list[int]], Tensor]
 
@@ -107,7 +107,7 @@ def test_in_bf16_nearly_all_tokens_are_transformers_own(answers: Answers) -> Non
         dtype=torch.bfloat16,
         max_context=width * BLOCK_SIZE,
     )
-    runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, width * BLOCK_SIZE, None)
+    runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, width * BLOCK_SIZE)
     equal = 0
     for position in range(NEW_TOKENS):
         batch: list[SequenceStep] = []

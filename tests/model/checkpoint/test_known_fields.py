@@ -15,7 +15,7 @@ from twostroke.protocol.errors import ConfigError
 
 BY_NAME = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 DERIVED = {"qk_head_dim"}
-"""What transformers' classes compute of other fields, and write beside them."""
+"""Fields that transformers' classes compute from others and write beside them."""
 UNUSED = {
     "deepseek_v2": {"norm_topk_prob"},
     "deepseek_v3": {"num_nextn_predict_layers"},
@@ -32,7 +32,7 @@ VARIED: tuple[dict[str, Any], ...] = (
 
 
 def written_by_transformers(family: Family) -> dict[str, Any]:
-    """What its class writes of its defaults, of a few layers."""
+    """Return the defaults that the family's class writes, of a few layers."""
     kind = CONFIG_MAPPING[family.model_type]
     fields: dict[str, Any] = {"num_hidden_layers": 4}
     if family.model_type == "gemma3":

@@ -1,4 +1,4 @@
-"""What a checkpoint says of KV in FP8, and what an engine makes of the setting."""
+"""KV scales of a checkpoint, and what an engine does with the setting of FP8 caches."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.model.backend import AS_THEY_ARE, Backend, KVScales, LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights

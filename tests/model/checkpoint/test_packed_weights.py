@@ -15,25 +15,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, random_prompts, reference
+from tests.model.architectures.test_experts import choices
 from tests.model.conftest import make_decoder
 from tests.model.cpu.test_linears import needs_avx512_bf16
 from tests.model.parallel.test_tensor_parallel import ranks, runner
-from tests.model.test_conformance import FAMILY_SHAPES, MIN_MARGIN, NEW_TOKENS, random_prompts, reference
-from tests.model.test_experts import choices
 from twostroke.model.backend import Experts, LoadOptions
+from twostroke.model.captured_steps import NOTHING_CAPTURED, StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
+from twostroke.model.costs.sizes import stored_forms
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.cpu.experts import CpuExperts
 from twostroke.model.cpu.linears import CpuQuantizedLinear
-from twostroke.model.parallel.tensor_parallel import Shard, SingleRank
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.sizes import stored_forms
 from twostroke.protocol.errors import ConfigError
 
 Packed = tuple[dict[str, Tensor], Tensor]
@@ -67,7 +69,7 @@ def fp8(scale_shape: str, name: str = "weight_scale") -> Pack:
 
 
 def by_library(layout: str, **arguments: Any) -> Pack:
-    """As llm-compressor writes it."""
+    """Pack a weight as llm-compressor writes it."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -142,7 +144,7 @@ def gptq(bits: int, symmetric: bool = True, desc_act: bool = False, zero_shift: 
 
 
 def with_more(pack: Pack, **more: Callable[[dict[str, Tensor]], Tensor]) -> Pack:
-    """Of each weight further tensors, made of its others."""
+    """Add further tensors to each weight, made of its others."""
 
     def also(weight: Tensor) -> Packed:
         parts, meant = pack(weight)
@@ -299,7 +301,7 @@ def mxfp4(weight: Tensor) -> Packed:
 
 
 def in_mxfp4(folder: Path, into: Path) -> None:
-    """As `quantised`, of a folder's stacked experts."""
+    """Write a folder's stacked experts as `quantised` does, in MXFP4."""
     packed: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / SINGLE_FILE).items():
@@ -385,8 +387,8 @@ def test_recorded_steps_of_bf16_draw_what_eager_ones_do(
         backend = CpuBackend()
         decoder, cache = make_decoder(tmp_path, backend, num_blocks=64, block_size=8, dtype=torch.bfloat16)
         assert isinstance(decoder._weights.layers[0].qkv, CpuQuantizedLinear)
-        captured = CpuCapturedSteps(decoder, backend.launcher, cache, 1024) if records else None
-        runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 1024, captured)
+        captured = CpuCapturedSteps(decoder, backend.launcher, cache, 1024) if records else NOTHING_CAPTURED
+        runner = ModelRunner(decoder, Sampler(decoder.vocab_size), cache, 1024, StepReplays(captured))
         drawn.append(generate(runner, prompts, 24, chunk=37, block_size=8))
     assert drawn[0] == drawn[1]
 

@@ -1,4 +1,4 @@
-"""What quantising a weight keeps of it."""
+"""Accuracy of quantised weights."""
 
 from dataclasses import replace
 from typing import Literal
@@ -9,7 +9,7 @@ import torch
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other, quantize, two_byte_scales
 from twostroke.model.config import WeightForm
-from twostroke.model.sizes import common_form, expected_shapes, weight_bytes
+from twostroke.model.costs.sizes import common_form, expected_shapes, weight_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -60,7 +60,7 @@ def test_the_bytes_of_quantised_weights_are_those_that_their_parts_take(is_tied:
 
 
 def random_weight(bits: Literal[8, 4], group: int, offsets: bool, rows: int = 5) -> QuantizedWeight:
-    """Of 96 columns."""
+    """Return a random weight of 96 columns."""
     generator = torch.Generator().manual_seed(group + bits)
     values = torch.randint(-8, 8, (rows, 96), generator=generator, dtype=torch.int8)
     scales, added = torch.randn(2, rows, 96 // group, generator=generator)
@@ -81,7 +81,7 @@ def test_columns_that_cut_groups_make_them_smaller(group: int) -> None:
 
 
 def test_weights_of_different_forms_are_put_one_below_the_other_without_a_loss() -> None:
-    """As Q4_K and Q6_K are in one layer of a file."""
+    """Q4_K and Q6_K meet like this in one layer of a file."""
     parts = [random_weight(4, 32, True), random_weight(8, 48, False, rows=3), random_weight(4, 96, False, rows=1)]
     together = one_below_the_other(parts)
     assert together is not None

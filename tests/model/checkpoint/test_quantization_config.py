@@ -1,4 +1,4 @@
-"""What a quantization_config says, and what of it is refused by name."""
+"""Fields of a quantization_config, and those that are refused by name."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from tests.model.conftest import TINY
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.config import ModelConfig, StoredQuantization, WeightForm
-from twostroke.model.sizes import stored_forms, weight_bytes, weights_as
+from twostroke.model.costs.sizes import stored_forms, weight_bytes, weights_as
 from twostroke.protocol.errors import ConfigError
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}

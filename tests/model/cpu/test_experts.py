@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model.architectures.test_experts import choices, close, expert_weights
 from tests.model.cpu.test_linears import FORMS, PoisonedLauncher, needs_avx512_bf16
-from tests.model.test_experts import choices, close, expert_weights
 from twostroke.model import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.config import Routing
@@ -17,7 +17,8 @@ WEIGHTS = ["bf16", *FORMS, "fp4 by 32"]
 
 
 def weights_of(form: str) -> Any:
-    """Of outputs that fill no panel, and inputs that fill no depth of AMX's tiles nor a group."""
+    """Return weights with outputs that fill no panel, and inputs that fill neither a depth of AMX's tiles nor a
+    group."""
     return expert_weights(torch.bfloat16, form="" if form == "bf16" else form, size=72, hidden=328)
 
 
@@ -49,7 +50,7 @@ def test_a_tokens_bits_are_the_same_at_experts_with_few_and_with_many_rows(form:
 @pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize("form", ["bf16", "int8 by rows", "int4 by 32"])
 def test_a_replay_gives_experts_the_rows_of_its_own_tokens(form: str) -> None:
-    """From one row an expert to all of them at one."""
+    """Rows per expert vary from one each to all on one."""
     backend = CpuBackend()
     experts = make_experts(weights_of(form), "silu", "auto", torch.bfloat16, backend.launcher)
     x, logits, routing = torch.empty(90, 328, dtype=torch.bfloat16), torch.empty(90, 5), Routing(5, 2)

@@ -37,7 +37,7 @@ SIZES = [(64, 64), (1, 1), (65, 3), (200, 1501), (70, 2052), (7, 66)]  # (out, i
 
 
 class PoisonedLauncher(Launcher):
-    """What a kernel does not write, stays NaN."""
+    """Launcher whose memory is NaN until a kernel writes it."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, torch.nan if dtype.is_floating_point else -77, dtype=dtype)
@@ -163,7 +163,8 @@ def test_a_start_finds_the_machine_code_of_the_last_one(module: ModuleType) -> N
 @needs_packing
 @pytest.mark.parametrize("tile", [gemm._tile_of_pairs, gemm._tile_of_floats], ids=["bf16", "fp32"])
 def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(tile: Any) -> None:
-    """As happens to it on its way into a kernel: each function that it becomes a part of is optimised as a whole."""
+    """This happens to a tile on its way into a kernel: each function that it becomes a part of is optimised as a
+    whole."""
 
     @compiled
     def once(words):

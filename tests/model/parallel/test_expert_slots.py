@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
+from tests.model.architectures.test_experts import choices, close, expert_weights
 from tests.model.conftest import make_decoder
 from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, NUM_BLOCKS, Ranks, runner
-from tests.model.test_conformance import FAMILY_SHAPES
-from tests.model.test_experts import choices, close, expert_weights
 from twostroke.model import reference
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Experts, ExpertWeights
@@ -25,8 +25,9 @@ from twostroke.model.cpu.kernels import experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.expert_slots import ExpertSlots, make_places, use_copies
-from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, Shard, SingleRank
-from twostroke.model.runner import ModelRunner
+from twostroke.model.parallel.form import Shard
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank
+from twostroke.model.runner import ModelRunner, RankExtras
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
@@ -70,7 +71,7 @@ FORMS = [
 
 
 def check_copies(make: Callable[[ExpertWeights], Experts], dtype: torch.dtype, form: str) -> None:
-    """Of 5 experts on 2 ranks, 2 are copied in pieces; both ways their ranks' sums are the reference's."""
+    """Copy 2 of 5 experts on 2 ranks in pieces; before and after, the ranks' sums are the reference's."""
     weights = expert_weights(dtype, number=5, size=32, hidden=64, form=form)
     x, chosen = torch.randn(33, 64).to(dtype), choices(33, 5, 2)
     expected = reference.experts(x, chosen, weights, "silu")
@@ -143,7 +144,9 @@ def rebalanced_ranks(folder: Path, size: int, spare: int) -> Iterator[Rebalanced
         slots = ExpertSlots(decoder.experts, spare, member)
         hits = ExpertHits([None if experts is None else experts.hits for experts in decoder.experts])
         sampler = Sampler(decoder.vocab_size) if member.shard.rank == 0 else None
-        made = ModelRunner(decoder, sampler, cache, config.max_position, parallel=member, expert_slots=slots)
+        made = ModelRunner(
+            decoder, sampler, cache, config.max_position, extras=RankExtras(expert_slots=slots), parallel=member
+        )
         return made, slots, hits
 
     with groups(size) as (members, threads):

@@ -1,4 +1,4 @@
-"""What is read out of NCCL's log, and what torch reads of ours before it makes a group of NCCL.
+"""Parsing of NCCL's log, and the environment that torch reads before it makes a group of NCCL.
 
 The log's lines follow NVIDIA's documentation; no GPU has written them here.
 """

@@ -19,21 +19,21 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.costs.sizes import check_stages, weight_bytes
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.parallel.form import ParallelForm, Stage
+from twostroke.model.parallel.pipeline import micro_batches
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
-from twostroke.model.parallel.stages import Stage
 from twostroke.model.parallel.tensor_parallel import RankPlace, Rendezvous, SingleRank
-from twostroke.model.pipeline import micro_batches
 from twostroke.model.served import open_model
-from twostroke.model.sizes import check_stages, weight_bytes
-from twostroke.model.step import BlockCopy, Draw, PromptReading, SequenceStep
+from twostroke.model.step import BlockCopy, Draw, PromptScorer, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams, ScoringParams
 
 FEW_TOKENS = 8
-"""Of a micro-batch here: a chunk of 37 tokens is four."""
+"""Tokens of a micro-batch here: a chunk of 37 tokens is four."""
 LAYERS: dict[str, dict[str, Any]] = {
     "tied, an odd vocabulary": {"num_hidden_layers": 5},
     "experts of Mixtral": {"num_hidden_layers": 3},
@@ -64,7 +64,7 @@ class Engines:
     """The ranks of one engine, each loaded as its worker loads it, on this event loop."""
 
     def __init__(self, config: EngineConfig):
-        count = config.tensor_parallel * config.pipeline_parallel
+        count = config.parallel.num_ranks
         rendezvous = Rendezvous("127.0.0.1")
         # Each on a host of its own, as on several machines.
         places = [RankPlace(rank, rendezvous.address, f"127.0.0.{2 + rank}") for rank in range(count)]
@@ -75,7 +75,7 @@ class Engines:
         self.layers: list[list[int]] = [[] for _ in self.loaded]  # that each rank has announced
 
     async def step(self, batch: Sequence[SequenceStep], copies: Sequence[BlockCopy] = ()) -> list[SampledToken | None]:
-        """On all ranks; layers are announced where a prompt is in the batch."""
+        """Step on all ranks; layers are announced where a prompt is in the batch."""
         told = [batch, *[[as_on_rank_0(for_ranks(one)) for one in batch]] * (len(self.loaded) - 1)]
         announces = any(len(one.token_ids) > 1 for one in batch)
         drawn, *_ = await asyncio.gather(
@@ -92,12 +92,12 @@ class Engines:
             loaded.kv_cache.close()
 
 
-async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], PromptReading]:
+async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], PromptScorer]:
     """All tokens that three requests are given: one is read in two chunks beside the others, whose draws are random,
     follow each other unseen, and go on from other blocks by way of host memory."""
     groups = engines.loaded[0].kv_cache.groups.count
     read, *others = ([(7 * i + row) % 90 for i in range(length)] for row, length in enumerate((41, 13, 1)))
-    reading = PromptReading(params, read)
+    scorer = PromptScorer(params, read)
     tokens: list[int] = []
 
     def table(first: int, rows: int) -> list[int]:
@@ -108,7 +108,7 @@ async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], Pr
 
     def chunk(first: int, end: int) -> SequenceStep:
         drawn = Draw(SamplingParams(temperature=0.0), read, len(read)) if end == len(read) else None
-        return SequenceStep(read[first:end], first, table(0, 7), drawn, reading=reading)
+        return SequenceStep(read[first:end], first, table(0, 7), drawn, scorer=scorer)
 
     prompts = [
         SequenceStep(prompt, 0, table(8 + 4 * i, 3), draw(prompt, frequency_penalty=0.5))
@@ -130,19 +130,18 @@ async def answer(engines: Engines, params: ScoringParams) -> tuple[list[int], Pr
         for i, prompt in enumerate(others)
     ]
     tokens += [token.token_id for token in await engines.step(moved, copies) if token is not None]
-    return tokens, reading
+    return tokens, scorer
 
 
 @pytest.mark.parametrize("shape", ["tied, an odd vocabulary", "stacked experts with biases, sinks"])
 async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape: str, write_checkpoint: Any) -> None:
     folder = write_checkpoint(seed=3, **SHAPES[shape] | LAYERS[shape])
-    found: list[tuple[list[int], PromptReading]] = []
+    found: list[tuple[list[int], PromptScorer]] = []
     for stages, size in ((1, 1), (2, 2), (2, 1)):
         config = EngineConfig(
             folder,
             dtype="float32",
-            tensor_parallel=size,
-            pipeline_parallel=stages,
+            parallel=ParallelForm(size, stages),
             block_size=BLOCK_SIZE,
             num_blocks=64,
             swap_bytes=2**20,
@@ -157,10 +156,10 @@ async def test_stages_follow_read_swap_and_draw_at_random_as_one_rank_does(shape
         engines.close()
     (expected, read), *others = found
     assert len(expected) == 2 + 3 + 2
-    for tokens, reading in others:
+    for tokens, scorer in others:
         assert tokens == expected
-        np.testing.assert_allclose(*(np.frombuffer(one.embedding(), "<f4") for one in (reading, read)), atol=1e-5)
-        ours, theirs = reading.scores(), read.scores()
+        np.testing.assert_allclose(*(np.frombuffer(one.embedding(), "<f4") for one in (scorer, read)), atol=1e-5)
+        ours, theirs = scorer.scores(), read.scores()
         assert ours is not None
         assert theirs is not None
         assert (ours.token_ids, ours.ranks) == (theirs.token_ids, theirs.ranks)
@@ -236,7 +235,7 @@ def test_a_stage_reads_its_own_layers_alone(shape: str, write_checkpoint: Any, m
 
 def test_the_stage_with_the_most_bytes_counts(write_checkpoint: Any) -> None:
     config = load_model_config(write_checkpoint(num_hidden_layers=5))
-    model, two = (weight_bytes(config, 4, "auto", stages=stages) for stages in (1, 2))
+    model, two = (weight_bytes(config, 4, "auto", parallel=ParallelForm(stages=stages)) for stages in (1, 2))
     ends = 4 * config.hidden_size * (2 * config.vocab_size + 1)
     layer = (model - ends) // 5
     assert model == ends + 5 * layer
@@ -261,4 +260,4 @@ def test_stages_that_can_not_share_a_model_are_refused(
 def test_stages_of_what_transformers_computes_are_refused(write_checkpoint: Any) -> None:
     model = open_model(write_checkpoint(), "transformers")
     with pytest.raises(ConfigError, match=r"pipeline_parallel: LlamaForCausalLM is computed by transformers.*use 1"):
-        model.check_ranks(1, stages=2)
+        model.check_ranks(ParallelForm(stages=2), 16)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from tests.model.test_conformance import FAMILY_SHAPES
 from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.backend import LoadOptions
@@ -25,25 +25,18 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
+from twostroke.model.costs.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, check_size
 from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.form import ParallelForm, Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
-from twostroke.model.parallel.stages import Stage
-from twostroke.model.parallel.tensor_parallel import (
-    GroupRanks,
-    RankPlace,
-    Rendezvous,
-    Shard,
-    SingleRank,
-    TensorParallel,
-)
+from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import LaunchedStep, ModelRunner
 from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, check_size
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SampledToken, SamplingParams
@@ -266,7 +259,7 @@ def test_rows_of_experts_are_summed_on_all_ranks_with_the_bytes_that_are_counted
 
 
 class TokensOnDevice:
-    """What a sampler has launched that nobody may wait for before `may_end`."""
+    """Tokens that a sampler has launched, which nobody may wait for before `may_end`."""
 
     def __init__(self, tokens: torch.Tensor, may_end: threading.Event):
         self.tokens = tokens
@@ -279,7 +272,7 @@ class TokensOnDevice:
 
 
 class LaunchingSampler(Sampler):
-    """As a GPU's: what is drawn stays where it is."""
+    """Sampler like a GPU's: drawn tokens stay on the device."""
 
     may_end = threading.Event()
 
@@ -326,7 +319,7 @@ def test_all_ranks_go_on_with_tokens_that_nobody_has_waited_for(sampler: type[Sa
 
 
 class FusingRanks(GroupRanks):
-    """As GPUs that read each other's memory: a sum comes with what follows it."""
+    """Ranks like GPUs that load from each other's memory: a sum comes with the norm that follows it."""
 
     fused = 0
 
@@ -360,7 +353,7 @@ def test_sums_of_few_tokens_come_with_the_norm_behind_them(
 
 
 def held_bytes(weights: DecoderWeights) -> int:
-    """Of all projections, the embedding and the LM head."""
+    """Return the bytes of all projections, the embedding and the LM head."""
     assert weights.ends is not None
     embedding = weights.ends.embedding
     assert isinstance(embedding, torch.Tensor)
@@ -421,13 +414,13 @@ def test_slices_of_a_checkpoint_are_views_that_read_nothing_else(write_checkpoin
 def test_experts_are_divided_among_no_more_ranks_than_there_are_and_of_any_size(write_checkpoint: Any) -> None:
     fields = SHAPES["experts"] | {"num_attention_heads": 8, "moe_intermediate_size": 3, "num_experts": 5}
     config = load_model_config(write_checkpoint(**fields))
-    check_size(config, 4, expert_parallel=True)
+    check_size(config, 4, has_whole_experts=True)
     with pytest.raises(ConfigError, match=r"tensor_parallel: (?=4 ).*3 features"):
         check_size(config, 4)
     with pytest.raises(ConfigError, match=r"tensor_parallel: (?=8 ).*5 experts"):
-        check_size(config, 8, expert_parallel=True)
+        check_size(config, 8, has_whole_experts=True)
     with pytest.raises(ConfigError, match="expert_parallel: the model has no experts"):
-        check_size(load_model_config(write_checkpoint()), 2, expert_parallel=True)
+        check_size(load_model_config(write_checkpoint()), 2, has_whole_experts=True)
 
 
 def test_rows_are_exchanged_where_that_saves_enough_and_never_in_a_captured_graph(
@@ -489,7 +482,7 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
         ModelRunner, "run", lambda _, batch: done.append(f"{sum(len(one.token_ids) for one in batch)} tokens")
     )
     decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
-    config = EngineConfig(Path(), tensor_parallel=2, pipeline_parallel=2, bounds=StepBounds(16, 4), staging_bytes=7)
+    config = EngineConfig(Path(), parallel=ParallelForm(2, 2), bounds=StepBounds(16, 4), staging_bytes=7)
     try:
         found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
     finally:
@@ -516,7 +509,7 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
     monkeypatch.setattr("twostroke.model.load.measure_gpu", measure)
     monkeypatch.setattr("twostroke.model.load.resolve_num_blocks", lambda *_: None)
     folder = write_checkpoint(num_attention_heads=8, num_key_value_heads=4)
-    config = EngineConfig(folder, tensor_parallel=2, threads=1, bounds=StepBounds(16, 4))
+    config = EngineConfig(folder, parallel=ParallelForm(2), threads=1, bounds=StepBounds(16, 4))
     rendezvous = Rendezvous("127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
         loaded = list(threads.map(lambda rank: load_engine(config, RankPlace(rank, rendezvous.address)), range(2)))

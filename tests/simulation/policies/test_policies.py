@@ -57,7 +57,7 @@ RATE_PER_S = 60.0
 """Some eight times what the decode workers manage with answers of this length and room for so few of them."""
 DECODE_CACHE_TOKENS = 6_000
 LONGER = 3
-"""How many times as long answers are as in other traces."""
+"""Factor by which answers are longer than in other traces."""
 
 
 def run_crowd(seed: int, *, num_requests: int = NUM_REQUESTS) -> SimulatedRun:
@@ -122,7 +122,7 @@ RECOVERED_S = 10.0
 
 @dataclass(frozen=True)
 class Phase:
-    """What became of the requests of one span of time."""
+    """Outcome of the requests of one span of time."""
 
     served: Sequence[SimulatedRequest]
     seconds: float
@@ -132,7 +132,7 @@ class Phase:
         return [served for served in self.served if served.promise.class_name == one.name]
 
     def refused_share(self, one: SLOClass) -> float:
-        """How many of a class's requests were refused, of all of them."""
+        """Return the share of a class's requests that were refused."""
         requests = self.of(one)
         return sum(served.refused for served in requests) / len(requests)
 
@@ -201,7 +201,7 @@ def run_overload(
 
 
 def is_met(served: SimulatedRequest) -> bool:
-    """Whether a request got what it was promised."""
+    """Return whether a request got what it was promised."""
     promise = served.promise
     is_in_time = promise.ttft_left_s is None or served.ttft_s <= promise.ttft_left_s
     is_quick = promise.tpot_s is None or served.tpot_s <= promise.tpot_s

@@ -17,14 +17,15 @@ from tests.simulation.scenarios.scenario import Scenario, make_scenario
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.transfer import IncomingLane, OutgoingTransfer
 from twostroke.model.step import BlockCopy
+from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.verdicts import Verdict
+from twostroke.router.attempt_events import SuspectRequest
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.health.poison import SuspectRequest, Suspects
+from twostroke.router.health.poison import Suspects
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.block_index import BlockIndex
@@ -193,18 +194,18 @@ def _call_what_was_sent_a_prompt(
     return replace(tried, num_prompt_tokens=len(tried.token_ids))
 
 
-@sabotage("nobody is accused of workers' deaths", Suspects, "accused_of", "poison")
-def _accuse_nobody(suspects: Suspects, case: SuspectRequest) -> tuple[Peer, ...]:
+@sabotage("nobody is accused of workers' deaths", Suspects, "killed_by", "poison")
+def _accuse_nobody(suspects: Suspects, suspect: SuspectRequest) -> tuple[Peer, ...]:
     return ()
 
 
 @sabotage("the guilty may try again", Suspects, "check", "poison")
-def _forget_the_guilty(suspects: Suspects, case: SuspectRequest) -> None:
+def _forget_the_guilty(suspects: Suspects, suspect: SuspectRequest) -> None:
     """They may try again, at other workers."""
 
 
-@sabotage("each router has verdicts of its own", TokenServer, "_pass_on", "poison")
-def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *, but_to: str) -> None:
+@sabotage("each router blocks requests for itself", TokenServer, "_pass_on", "poison")
+def _pass_nothing_on(server: TokenServer, blocked: Sequence[BlockedRequest], *, but_to: str) -> None:
     """Other routers find out by themselves."""
 
 
@@ -228,14 +229,14 @@ def _overlook_gaps(index: BlockIndex, worker: Peer, message: BlocksHeld | Blocks
     return _heard(index, worker, message)
 
 
-@sabotage("decode workers don't hear of failed prefills", Attempt, "_tell_of_failed_prefill", "refuse_prefill")
-async def _never_tell_of_failed_prefill(attempt: Attempt) -> None:
+@sabotage("decode workers don't hear of failed prefills", Attempt, "_take_over_prefill", "refuse_prefill")
+async def _never_take_over_prefill(attempt: Attempt) -> None:
     """The decode worker waits for KV that will not come."""
 
 
 @sabotage("decode workers compute at once what may have killed another", Scheduler, "wait_on", "poison")
 def _compute_at_once(scheduler: Scheduler, job: WorkerJob) -> None:
-    """What the prefill worker has died of."""
+    """Compute at once what the prefill worker has died of."""
 
 
 @sabotage("lost routers' requests go on", TokenServer, "_drop", "lose_router")
@@ -243,16 +244,16 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
     server._routers.pop(router_id, None)
 
 
-@sabotage("refusals count as a worker's failures", WorkerRecords, "failed", "overload")
+@sabotage("refusals count as a worker's failures", WorkerRecords, "_failed", "overload")
 def _hold_refusals_against_workers(
-    records: WorkerRecords, case: SuspectRequest, worker: Peer, error: TwostrokeError
+    records: WorkerRecords, suspect: SuspectRequest, worker: Peer, error: TwostrokeError
 ) -> None:
-    _failed(records, case, worker, error)
+    _failed(records, suspect, worker, error)
     if isinstance(error, RequestError):
         records._ejection.failed(worker)
 
 
-_failed = WorkerRecords.failed
+_failed = WorkerRecords._failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk

@@ -1,4 +1,4 @@
-"""What the workers on both sides of a transfer do: as they should, or as they should not."""
+"""Workers on both sides of a transfer, which do as they should, or as they should not."""
 
 import asyncio
 import contextlib
@@ -102,7 +102,7 @@ class Sides:
     open: dict[tuple[int, str], Side] = field(default_factory=dict)  # by transfer and side; those that have not ended
 
     async def send(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
-        """What a worker does that computes a prompt, or has its KV in the cache."""
+        """Send as a worker does that computes a prompt, or has its KV in the cache."""
         if one.source_act == "never open":
             return "never opened"
         if one.source_act == "decline":
@@ -219,7 +219,7 @@ class Sides:
             await asyncio.sleep(one.source_act_after_s)
 
     async def receive(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
-        """What a worker does that expects KV."""
+        """Receive as a worker does that expects KV."""
         if one.target_act == "never expect":
             return "never expected"
         if one.target_act == "refuse":
@@ -258,7 +258,7 @@ class Sides:
         return outcome
 
     async def _offered(self, process: Process, one: TransferPlan, ticket: Ticket) -> bool:
-        """Whether the offer comes, to all ranks, within the time that a worker waits for it."""
+        """Return whether the offer comes, to all ranks, within the time that a worker waits for it."""
         clock = asyncio.get_running_loop().time
         until = clock() + PROGRESS_S
         while not all(rank.receiver.has_offer(ticket) for rank in process.ranks):
@@ -336,7 +336,7 @@ def _token(one: TransferPlan) -> SampledToken | None:
 
 
 def cuts_of(source: Process, target: Process) -> dict[str, RankCut]:
-    """What a ticket says of both workers' ranks."""
+    """Return a ticket's cuts of both workers' ranks."""
     return {"source_cut": source.ranks[0].store.layout.cut, "target_cut": target.ranks[0].store.layout.cut}
 
 

@@ -277,9 +277,9 @@ def _make_multiply_tasks(multiply_panel: Any, by_amx: bool) -> Any:
 
 @compiled
 def block_steps_of(rows):
-    """For register tiles. The block's 256 bytes a step and the next block's should fit the L1 cache, and the tiles'
-    sums, which are written and read once a block, cost little beside it: these were the best of 24 to 1024, measured.
-    """
+    """Return the block's steps for register tiles. The block's 256 bytes a step and the next block's should fit the L1
+    cache, and the tiles' sums, which are written and read once a block, cost little beside it. Best of 24 to 1024 as
+    measured."""
     if rows <= TILE_ROWS:
         return 512
     return 48 if rows <= 2 * TILE_ROWS else 128
@@ -323,12 +323,12 @@ def _blocks(rows: int, steps: int, by_amx: bool) -> tuple[int, int]:
 
 
 def is_by_amx(dtype: torch.dtype) -> bool:
-    """Whether activations of this type are multiplied by AMX."""
+    """Return True if AMX multiplies activations of this dtype."""
     return dtype == torch.bfloat16 and amx.is_usable()
 
 
 def most_task_rows(dtype: torch.dtype) -> int:
-    """That a task may have."""
+    """Return the maximum rows of one task."""
     return AMX_ROW_BLOCK if is_by_amx(dtype) else ROW_BLOCK
 
 
@@ -515,7 +515,7 @@ def _look_up(words):
 
 
 def look_up(launcher: Launcher, token_ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """As Backend.embed, of a plain table: bf16 or fp32 [rows, hidden], contiguous."""
+    """Implement Backend.embed for a plain table: bf16 or fp32 [rows, hidden], contiguous."""
     count, hidden = table.shape
     return _run_look_up(launcher, token_ids, table, table.dtype, first, (count, hidden, 1, hidden, hidden, hidden))
 
@@ -523,7 +523,7 @@ def look_up(launcher: Launcher, token_ids: Tensor, table: Tensor, first: int) ->
 def look_up_packed(
     launcher: Launcher, token_ids: Tensor, packed: Tensor, dtype: torch.dtype, shape: tuple[int, int], first: int
 ) -> Tensor:
-    """As Backend.embed, of weights that `pack` made of a table of `shape` and `dtype`."""
+    """Implement Backend.embed for weights that `pack` made of a table of `shape` and `dtype`."""
     lane = 4 // dtype.itemsize
     panel = packed.shape[1] * PANEL_COLUMNS * lane
     layout = (*shape, PANEL_COLUMNS, panel, lane, PANEL_COLUMNS * lane)

@@ -1,4 +1,4 @@
-"""How weights of 8 and 4 bits lie in memory for quant.py, and how they come there.
+"""Memory layout of weights of 8 and 4 bits for quant.py, and their packing.
 
 A panel of 64 output columns is a row of steps of 256 bytes, 64 bytes for each 16 output columns l. Of four bits such a
 vector covers 8 input columns: 16-bit word 2 l + e holds, lowest bits first, columns e, 2 + e, 4 + e and 6 + e of output
@@ -21,20 +21,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.checkpoint.quantization import FP4_MAGNITUDES, QuantizedWeight, fp4_codes, two_byte_scales
+from twostroke.model.costs.sizes import INT4_GROUP
 from twostroke.model.cpu.kernels.floats import largest, store, widen
 from twostroke.model.cpu.kernels.launch import Kernel, as_bytes, as_floats, as_halves, taken
 from twostroke.model.cpu.kernels.projections.gemm import PANEL_COLUMNS, STEP_BYTES, zeros_on_huge_pages
-from twostroke.model.sizes import INT4_GROUP
 
 CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpacked at a time
 LEAST_GROUP = 16  # input columns
 Kind = Literal["int8", "int8 + 1/2", "int4", "fp8", "fp4"]
-"""What codes stand for. A sign and seven bits don't count down to -128, but one half more than an integer they do."""
+"""Meaning of codes. A sign and seven bits don't count down to -128, but one half more than an integer they do."""
 
 
 @functools.cache
 def values_of_codes(kind: Kind) -> Tensor:
-    """What each code stands for, fp32 [256], of four bits [16]."""
+    """Return the value of each code, fp32 [256], or [16] for codes of four bits."""
     if kind == "int4":
         return torch.arange(16.0) - 8
     if kind == "fp4":
@@ -168,13 +168,13 @@ def _pack(words):
 
 
 def can_pack(weight: QuantizedWeight) -> bool:
-    """Whether there are kernels for its columns and groups."""
+    """Return True if there are kernels for the weight's columns and groups."""
     columns = weight.values.shape[1]
     return columns % 8 == 0 and (weight.num_groups == 1 or math.gcd(weight.group_size, CHUNK) >= LEAST_GROUP)
 
 
 def pack(weight: QuantizedWeight) -> PackedWeight:
-    """Of a weight that `can_pack`."""
+    """Pack a weight that passes `can_pack`."""
     if weight.is_fp4:
         return _packed("fp4", fp4_codes(weight.values), weight)
     if weight.values.dtype == torch.float8_e4m3fn:

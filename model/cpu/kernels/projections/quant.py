@@ -74,7 +74,7 @@ _PREFETCH_BYTES = 4096  # from what is multiplied to what is asked for
 
 
 def is_supported() -> bool:
-    """Whether this CPU has `vdpbf16ps` and looks bytes up among 128."""
+    """Return True if this CPU has `vdpbf16ps` and looks bytes up among 128."""
     return floats.is_supported() and bool(binding.get_host_cpu_features().get("avx512vbmi"))
 
 
@@ -152,8 +152,8 @@ _pairs_8_bits_scaled = _make_tile(TILE_ROWS, PAIRS, 2, True)
 
 @compiled
 def _place(words, panel, first_row, column):
-    """Where the scales of a panel's group at `column` are, its offsets, and its activations' sums from `first_row` on;
-    0 for what there is not."""
+    """Return the addresses of a panel's scales for the group at `column`, of its offsets, and of its activations' sums
+    from `first_row` on; 0 for what does not exist."""
     group = column // words[18]
     scales, offsets, x_sums = np.int64(0), np.int64(0), np.int64(0)
     if words[6]:
@@ -183,7 +183,7 @@ def _direct(words, panel, first_row, rows, column, width, group, c):
 
 @compiled
 def _from_pairs(words, panel, first_row, rows, column, width, group, pairs, c, ahead, ahead_stride):
-    """As _direct, of columns whose weights are unpacked at `pairs`."""
+    """Multiply as _direct does, with columns whose weights are unpacked at `pairs`."""
     a_stride, x_sums_stride = 2 * words[12], 4 * words[19]
     a = words[3] + first_row * a_stride + 2 * column
     scales, offsets, x_sums = _place(words, panel, first_row, column)
@@ -224,7 +224,7 @@ def _rows_direct(words, panel, first_column, first_row, rows, sums):
 
 @compiled
 def _rows_from_pairs(words, panel, first_column, first_row, rows, sums, pairs):
-    """As _rows_direct, of up to ROWS_AN_ITEM rows, with weights that are unpacked once, at the address `pairs`."""
+    """Multiply as _rows_direct does, up to ROWS_AN_ITEM rows, with weights unpacked once at the address `pairs`."""
     columns, group = words[12], words[18]
     panel_bytes = PANEL_COLUMNS * words[17] // 8
     height = (rows + TILE_ROWS - 1) // TILE_ROWS  # as even as tiles can be
@@ -286,7 +286,7 @@ def _multiply_tasks(words):
 
 @compiled
 def _rows_by_amx(words, panel, next_panel, first_column, first_row, rows, sums, scratch):
-    """As _rows_from_pairs, of up to AMX_ROWS_AN_ITEM rows; asks for the next panel meanwhile."""
+    """Multiply as _rows_from_pairs does, up to AMX_ROWS_AN_ITEM rows, and prefetch the next panel."""
     columns, bits, group = words[12], words[17], words[18]
     a, panel_bytes = words[3] + 2 * first_row * columns, columns * PANEL_COLUMNS * bits // 8
     packed, following = words[4] + panel * panel_bytes, words[4] + next_panel * panel_bytes
@@ -336,7 +336,7 @@ def _multiply_tasks_by_amx(words):
 
 
 def _kernel_of(rows: int) -> tuple[Kernel, int]:
-    """That multiplies so many rows, and most rows of an item. On AMX it has to be one for all."""
+    """Return the kernel that multiplies `rows` rows, and the most rows of an item. With AMX one kernel serves all."""
     if amx.is_usable():
         return _multiply_by_amx, AMX_ROWS_AN_ITEM
     return (_multiply_direct, DIRECT_MOST_ROWS) if rows <= DIRECT_MOST_ROWS else (_multiply_unpacked, ROWS_AN_ITEM)
@@ -365,7 +365,7 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, 
 def multiply_tasks(
     launcher: Launcher, x: Tensor, tasks: Tensor, weight: PackedWeight, bias: Tensor, columns: int, dtype: torch.dtype
 ) -> Tensor:
-    """As gemm.multiply_tasks, of bf16 x and a weight whose inputs are in order."""
+    """Multiply as gemm.multiply_tasks does, bf16 x with a weight whose inputs are in order."""
     rows, inner = x.shape
     x_sums = 0 if weight.offsets is None else sum_groups(launcher, x, weight.group_size)
     out = launcher.empty((rows, columns), dtype)
@@ -414,7 +414,7 @@ def _look_up(words):
 
 
 def look_up(launcher: Launcher, token_ids: Tensor, weight: PackedWeight, first: int) -> Tensor:
-    """As Backend.embed, in bf16, of a table whose inputs are in order."""
+    """Implement Backend.embed in bf16, for a table whose inputs are in order."""
     rows = token_ids.numel()
     out = launcher.empty((rows, weight.in_features), torch.bfloat16)
     scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))

@@ -36,11 +36,11 @@ WIDE_CHUNK = 2048
 """Input columns that are widened at a time for more rows, of a panel without groups. Of 256 to 2048 the fastest for 512
 rows: sums go to memory and back once a chunk."""
 SCALED_CHUNK = CHUNK
-"""And that are multiplied at a time, of a panel with groups, whose sums should stay in the L1 cache. Of 128 to 1024 the
-fastest, all in all."""
+"""Columns of a panel with groups that are multiplied at a time: their sums should stay in the L1 cache. The fastest of
+128 to 1024 overall."""
 SCALED_TOGETHER = 4  # groups: their scales and offsets of 32 outputs are 16 registers
 _AHEAD_BYTES = 4096
-"""From what is widened to what is asked for, into the L2 cache; half a panel's are twice as far apart."""
+"""Distance of the prefetch into the L2 cache from the bytes being widened; for half a panel it is twice as far."""
 
 _DEPTH_BYTES = DEPTH * STEP_BYTES  # of a panel, as bf16
 _GROUP_BYTES = 4 * ROWS * PANEL_COLUMNS  # sums in four tiles
@@ -109,7 +109,7 @@ _paired_4, _paired_8, _paired = (_make_product(PAIRED_TILES, form) for form in (
 
 
 def _make_scaling(groups: int) -> Any:
-    """c[rows, 32] += the sums of so many groups, [rows, 32] each, by their scales and with their offsets."""
+    """Add the sums of `groups` groups, [rows, 32] each, to c[rows, 32], with their scales and offsets."""
 
     @written_in_llvm()
     def scaling(builder, rows, sums, sums_stride, scales, offsets, x_sums, x_sums_stride, c):
@@ -149,7 +149,7 @@ _scale_some, _scale_one = _make_scaling(SCALED_TOGETHER), _make_scaling(1)
 
 @compiled
 def _scale(rows, sums, sums_stride, groups, scales, offsets, x_sums, x_sums_stride, c):
-    """Of any number of groups."""
+    """Scale the sums of any number of groups."""
     group = 0
     while group < groups:
         further = group * PANEL_COLUMNS * 2

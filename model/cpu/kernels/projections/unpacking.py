@@ -1,4 +1,4 @@
-"""What makes bf16 of weights that packing.py packed: a table look-up in registers, the same for integers and FP8."""
+"""Unpacking of weights that packing.py packed to bf16: a table look-up in registers, the same for integers and FP8."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ _ORDER = ir.VectorType(ir.IntType(32), 4 * LANES)
 
 
 class Form(NamedTuple):
-    """How the vectors of a step become pairs of bf16."""
+    """Way in which a step's vectors become pairs of bf16."""
 
     unpack: Callable[[Any, Any, list[Any]], list[Any]]
     """(builder, vector, table) -> pairs, of input columns 2 j and 2 j + 1."""

@@ -1,0 +1,325 @@
+"""Costs of a step's operations: FLOPs and bytes of each, by phase, tokens and context.
+
+A product of n rows with a weight [out, in] takes 2 n out in operations and reads the weight once (Kaplan et al. 2020,
+table 1; Pope et al., Efficiently Scaling Transformer Inference, MLSys 2023). Attention adds 2 operations for each
+number of a query and key, and of a weight and value. Sums over all layers; an element-wise operation between two
+products is taken to be in one of their kernels, so that norms alone stand for themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
+from twostroke.model.costs.sizes import INT4_GROUP, of_lm_head
+
+NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Rates of a machine."""
+
+    gemm: float  # bf16 operations a second
+    read: float  # bytes a second
+
+    def times(self, count: int) -> "MachineLimits":
+        """Return the limits of `count` machines together."""
+        return MachineLimits(self.gemm * count, self.read * count)
+
+    def mean(self, other: "MachineLimits") -> "MachineLimits":
+        return MachineLimits((self.gemm + other.gemm) / 2, (self.read + other.read) / 2)
+
+
+@dataclass(frozen=True)
+class OperationWork:
+    """FLOPs and bytes that one step can't do without."""
+
+    tokens: int  # tokens that count
+    operations: float
+    bytes: float  # weights and cached KV that must be read
+
+    def floor_s(self, limits: MachineLimits) -> float:
+        """Seconds that the step takes at least."""
+        return max(self.operations / limits.gemm, self.bytes / limits.read)
+
+
+@dataclass(frozen=True)
+class NumberFormats:
+    """Bytes of the numbers that a model is held in."""
+
+    quantization: Quantization = "none"
+    itemsize: float = 2.0  # of activations, and of weights that are not quantised
+    kv_itemsize: float = 2.0
+
+    def weight(self, shape: ModelShape) -> float:
+        """Bytes of a projection's weight, its part of scales with it."""
+        return self._of(self.quantization, shape)
+
+    def attention_weight(self, shape: ModelShape) -> float:
+        """Return the bytes of a weight around attention: in MXFP4 checkpoints only experts are quantised."""
+        stored = shape.stored if isinstance(shape, ModelConfig) else None
+        is_left = self.quantization == "auto" and stored is not None and stored.method == "mxfp4"
+        return self.itemsize if is_left else self.weight(shape)
+
+    def head_weight(self, shape: ModelShape) -> float:
+        """Return the bytes of a weight of the LM head, which quantised checkpoints leave as it was."""
+        return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
+
+    def _of(self, quantization: Quantization, shape: ModelShape) -> float:
+        stored = shape.stored if isinstance(shape, ModelConfig) else None
+        if quantization == "auto" and stored is not None:
+            scale = 0.0 if stored.form.group_size is None else 2.0 / stored.form.group_size
+            return stored.form.bits / 8 + scale * (2 if stored.form.has_offsets else 1)
+        return {"int8": 1.0, "int4": 0.5 + 2.0 / INT4_GROUP}.get(quantization, self.itemsize)
+
+
+AS_BF16 = NumberFormats()
+
+
+Kind = Literal["product", "attention", "norm"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kind of operation, all of a step's layers together."""
+
+    name: str
+    kind: Kind
+    flops: float
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0  # read of the cache
+    activation_bytes: float = 0.0  # read and written
+
+    @property
+    def bytes(self) -> float:
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte (Williams et al., Roofline, CACM 2009)."""
+        return self.flops / self.bytes
+
+
+def product_intensity(rows: float, inner: int, outer: int, itemsize: float = 2.0) -> float:
+    """Operations a byte of rows [rows, inner] times a weight [outer, inner], each read or written once."""
+    return 2.0 * rows * inner * outer / (itemsize * (rows * inner + inner * outer + rows * outer))
+
+
+def prefill_operations(
+    shape: ModelShape, tokens: int, before: int = 0, formats: NumberFormats = AS_BF16, *, is_last: bool = True
+) -> list[Operation]:
+    """A chunk of `tokens` prompt tokens after `before` cached ones.
+
+    The last chunk draws one token: only one row needs the last layer's output and the logits.
+    """
+    layers = range(shape.num_layers)
+    rows = [tokens] * shape.num_layers
+    if is_last:
+        rows[-1] = 1
+    end = before + tokens
+    pairs = sum(
+        _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in layers
+    )
+    read = sum(min(before, shape.window(layer) or before) for layer in layers)
+    _, _, of_pair = input_sizes(shape)
+    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
+
+
+def decode_operations(
+    shape: ModelShape, batch: int, context: float, formats: NumberFormats = AS_BF16
+) -> list[Operation]:
+    """A step of `batch` sequences with `context` tokens each, the one that is computed among them.
+
+    Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
+    """
+    keys = batch * sum(min(context, shape.window(layer) or context) for layer in range(shape.num_layers))
+    rotary = 0 if shape.latent is None else shape.latent.rotary
+    scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
+    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch)
+
+
+def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
+    """A prompt in one chunk that draws one token."""
+    return _work(tokens, prefill_operations(shape, tokens, formats=NumberFormats(quantization)))
+
+
+def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> OperationWork:
+    """Return the work of one decode step of `batch` sequences with `context` tokens each."""
+    return _work(batch, decode_operations(shape, batch, context, NumberFormats(quantization)))
+
+
+def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:
+    needed = [one for one in operations if one.kind != "norm"]
+    return OperationWork(
+        tokens, sum(one.flops for one in needed), sum(one.weight_bytes + one.kv_bytes for one in needed)
+    )
+
+
+def _operations(
+    shape: ModelShape,
+    formats: NumberFormats,
+    tokens: int,
+    rows: Sequence[int],
+    attention_flops: float,
+    kv_tokens: float,
+    logit_rows: int,
+) -> list[Operation]:
+    """`rows`: of each layer behind its keys and values; `kv_tokens`: that all layers read of their caches."""
+    queries, kv, _ = input_sizes(shape)
+    attention, head = matrix_sizes(shape)
+    output = attention - queries - kv
+    hidden, layers = shape.hidden_size, shape.num_layers
+    row_sum, each, around = sum(rows), formats.weight(shape), formats.attention_weight(shape)
+    inputs = shape.q_size + shape.kv_kinds * shape.kv_size
+    # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
+    found = [
+        Operation(
+            "queries, keys, values",
+            "product",
+            2.0 * tokens * layers * (queries + kv),
+            weight_bytes=around * layers * (queries + kv),
+            activation_bytes=formats.itemsize * tokens * layers * (hidden + inputs),
+        ),
+        Operation(
+            "attention",
+            "attention",
+            attention_flops,
+            kv_bytes=formats.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
+            activation_bytes=formats.itemsize * tokens * layers * (inputs + shape.q_size),
+        ),
+        Operation(
+            "attention output",
+            "product",
+            2.0 * row_sum * output,
+            weight_bytes=around * layers * output,
+            activation_bytes=formats.itemsize * row_sum * 2 * hidden,
+        ),
+    ]
+    mlp_flops = mlp_bytes = width = 0.0
+    for layer, count in enumerate(rows):
+        mlp_flops += 2.0 * count * mlp_size(shape, layer, 1)
+        mlp_bytes += each * mlp_size(shape, layer, tokens)
+        width += count * mlp_size(shape, layer, 1) / hidden  # numbers that its products read and write, about
+    found.append(
+        Operation(
+            "experts" if shape.num_experts else "MLP",
+            "product",
+            mlp_flops,
+            weight_bytes=mlp_bytes,
+            activation_bytes=formats.itemsize * (2 * hidden * row_sum + width),
+        )
+    )
+    norms = (2 * layers + 1) * tokens * hidden
+    found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * formats.itemsize * norms))
+    if logit_rows:
+        found.append(
+            Operation(
+                "LM head",
+                "product",
+                2.0 * logit_rows * head,
+                weight_bytes=formats.head_weight(shape) * head,
+                activation_bytes=logit_rows * (formats.itemsize * hidden + 4 * shape.vocab_size),
+            )
+        )
+    return found
+
+
+def _causal_pairs(tokens: int, window: int) -> float:
+    """Return the pairs of a token and one it attends to. Pairs on the diagonal count half, though kernels compute them
+    whole."""
+    beyond = max(0, tokens - window) if window else 0
+    return (tokens * tokens - beyond * beyond) / 2
+
+
+def matrix_sizes(shape: ModelShape) -> tuple[int, int]:
+    """Weights of a layer's attention, and of the LM head."""
+    queries, kv, _ = input_sizes(shape)
+    if (sizes := shape.latent) is None:
+        attention = queries + kv + shape.hidden_size * shape.q_size
+    else:
+        made, mixed = sizes.key + sizes.value, shape.hidden_size * sizes.value
+        attention = queries + kv + shape.num_heads * (made * sizes.rank + mixed)
+    return attention, shape.hidden_size * shape.vocab_size
+
+
+def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
+    """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
+    hidden, heads, sizes = shape.hidden_size, shape.num_heads, shape.latent
+    if sizes is None:
+        return hidden * shape.q_size, hidden * 2 * shape.kv_size, 2 * shape.q_size
+    down = hidden * sizes.query_rank
+    queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)
+
+
+def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
+    """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
+    experts = shape.experts_of(layer) if isinstance(shape, ModelConfig) else None
+    if experts is None:
+        return 3 * shape.hidden_size * shape.intermediate_size
+    features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
+    return shape.hidden_size * (3 * features + experts.routing.num_experts)
+
+
+_BEYOND_WINDOWS = 1 << 20
+"""Tokens of context at which no window grows any more."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """FLOPs and bytes of weights and KV, of all ranks together. The parts of a step are those of StepContent."""
+
+    token_flops: float  # of a prompt token
+    pair_flops: float  # of a prompt token and a token that it attends to
+    row_flops: float  # of a request that decodes, its logits included
+    context_flops: float  # of a token in its context
+    weight_bytes: float  # of any step, experts aside
+    expert_bytes: float  # of a step that reads all experts
+    expert_share: float  # of the experts, that a token takes; 0: there are none
+    context_bytes: float  # of a cached token's KV
+
+    def flops(self, prompt_tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
+        """Floating-point operations of a step; a multiplication and an addition are two."""
+        return (
+            prompt_tokens * self.token_flops
+            + pairs * self.pair_flops
+            + rows * self.row_flops
+            + context_tokens * self.context_flops
+        )
+
+    def read_bytes(self, prompt_tokens: int, rows: int, context_tokens: int) -> float:
+        """Bytes that a step reads of weights and cached KV, each of them once."""
+        experts = 0.0
+        if self.expert_bytes:
+            experts = self.expert_bytes * (1.0 - (1.0 - self.expert_share) ** (prompt_tokens + rows))
+        return self.weight_bytes + experts + context_tokens * self.context_bytes
+
+
+def step_work(shape: ModelShape, formats: NumberFormats = AS_BF16) -> StepWork:
+    """Return the coefficients of a model whose numbers are held in `held` bytes."""
+    far = _BEYOND_WINDOWS
+    token, nearer, further = (
+        prefill_operations(shape, 1, before, formats, is_last=False) for before in (0, far, far + 1)
+    )
+    row, short, longer = (decode_operations(shape, 1, context, formats) for context in (0, far, far + 1))
+    all_weights = _sum(decode_operations(shape, far, 0, formats), "weight_bytes")
+    share, expert_bytes = shape.expert_share, 0.0
+    if 0 < share < 1:  # one token reads its share of the experts
+        expert_bytes = (all_weights - _sum(row, "weight_bytes")) / (1 - share)
+    return StepWork(
+        token_flops=_sum(token, "flops", "product"),
+        pair_flops=_sum(further, "flops", "attention") - _sum(nearer, "flops", "attention"),
+        row_flops=_sum(row, "flops", "product"),
+        context_flops=_sum(longer, "flops", "attention") - _sum(short, "flops", "attention"),
+        weight_bytes=all_weights - expert_bytes,
+        expert_bytes=expert_bytes,
+        expert_share=share,
+        context_bytes=_sum(longer, "kv_bytes") - _sum(short, "kv_bytes"),
+    )
+
+
+def _sum(
+    operations: list[Operation], what: Literal["flops", "weight_bytes", "kv_bytes"], kind: Kind | None = None
+) -> float:
+    return float(sum(getattr(one, what) for one in operations if kind in (None, one.kind)))
