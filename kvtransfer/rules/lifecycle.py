@@ -27,8 +27,8 @@ class SenderState(Enum):
                                       v   |      COMMIT          |      VERIFIED       |
                                      SENDING ------------> FINISHING ----------> RELEASING
 
-      ABORT      any state but the last two -> ABORTED, from SENDING and FINISHING by way of ABORTING
-      PEER_LOST  any state -> ABORTED, but RELEASING -> RELEASED
+      ABORT      any state but RELEASING and RELEASED -> ABORTED; from SENDING and FINISHING by way of ABORTING
+      PEER_LOST  any state but RELEASING and RELEASED -> ABORTED; RELEASING -> RELEASED
 
     In the lower row and in ABORTING a chunk's bytes are being read from the blocks. CHUNK_BEGIN is the first chunk
     under way, CHUNK_END the last; the lane counts those between. An ABORT waits for the chunks under way. PEER_LOST is
@@ -58,7 +58,7 @@ class ReceiverState(Enum):
                              v   |
                            RECEIVING
 
-      ABORT      any state but VERIFIED -> ABORTED, from RECEIVING by way of ABORTING
+      ABORT      any state but VERIFIED -> ABORTED; from RECEIVING by way of ABORTING
       PEER_LOST  any state but VERIFIED -> ABORTED
 
     In RECEIVING and ABORTING a chunk's bytes are being written into the blocks, which may be freed in VERIFIED and
