@@ -29,6 +29,8 @@ CHAOS_ARGS ?=
 DEMO_ARGS ?=
 BENCHES ?= engine transfer routing serving
 TURNS ?= 5
+# Strict: a dead link, a dead anchor or a page outside the navigation fails.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 PYTEST := $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 # A process for each core, for tests that start no servers of their own.
 PARALLEL := --numprocesses auto --dist worksteal
@@ -104,11 +106,10 @@ lint: $(STAMP)
 	@echo "--> Style: ruff; links of docs/: mkdocs"
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(MAKE) --no-print-directory docs
+	@$(MKDOCS)
 
-# Strict: a dead link, a dead anchor or a page outside the navigation fails.
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@$(MKDOCS)
 
 types: $(STAMP)
 	@echo "--> Types: mypy"

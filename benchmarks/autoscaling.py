@@ -165,8 +165,8 @@ def _watching(url: str) -> Iterator[list[Sight]]:
     def watch() -> None:
         try:
             while not over.wait(LOOK_S):
-                if (told := fetch_status(url)["autoscaling"]) is not None:
-                    sights.append(_shown(Sight.of(time.monotonic(), told["roles"]), sights))
+                if (scaling := fetch_status(url)["autoscaling"]) is not None:
+                    sights.append(_shown(Sight.of(time.monotonic(), scaling["roles"]), sights))
         except Exception as error:
             failed.append(error)
 

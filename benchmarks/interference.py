@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engine import MODELS, write_random_model
-from twostroke.benchmarks.worker_process import ProcessFleet, Settings, serve_workers
+from twostroke.benchmarks.engines.engine import MODELS, write_random_model
+from twostroke.benchmarks.transfers.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.step_budget import StepBudget
+from twostroke.decode_worker.policy import StepBudget
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
@@ -56,7 +56,7 @@ class Stream:
     times: list[float] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def came(self, num_tokens: int) -> None:
+    def on_tokens(self, num_tokens: int) -> None:
         """Some more tokens are there."""
         self.times.extend([time.monotonic()] * num_tokens)
         self.has_begun.set()
@@ -179,7 +179,7 @@ async def _read(
     """Run one greedy request; notes when each of its tokens came. Raises WorkerLost where it fails."""
     async with aclosing(served.generate(prompt, max_tokens, promise)) as events:
         async for event in events:
-            answer.came(len(event.tokens))
+            answer.on_tokens(len(event.tokens))
 
 
 async def _turn(streams: Sequence[Stream], until: Awaitable[None]) -> GapWindow:

@@ -13,20 +13,19 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostroke.benchmarks.console import positive
 from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
-from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
 from twostroke.router.routing.chooser import PathChooser, PathConfig
 from twostroke.router.routing.in_flight import Hold
+from twostroke.router.routing.workers import FleetView
 
 WORKERS = (4, 16, 64, 256, 1000)
 BLOCKS = (10_000, 100_000, 1_000_000)
@@ -83,15 +82,24 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
     """Time `num_requests` decisions, each for another prompt, with the numbers of some workers renewed between them."""
     draw = random.Random(0)
     infos = [_info(number) for number in range(num_workers)]
-    channels = _Channels()
-    chooser = PathChooser(workers=lambda: infos, channels=channels, clock=time.monotonic, config=PathConfig())
+    config = PathConfig()
+    view = FleetView(time.monotonic)
+    blocks = BlockIndex(clock=time.monotonic, max_blocks=config.index_blocks, expected_s=config.expected_s)
+    chooser = PathChooser(
+        workers=lambda: infos,
+        follow=lambda workers: None,
+        view=view,
+        blocks=blocks,
+        clock=time.monotonic,
+        config=config,
+    )
     prompts = _prompts(draw, prompt_tokens, num_requests)
     requests = [_request(number, prompt) for number, prompt in enumerate(prompts)]
     for info in infos:
-        channels.tell(info.peer, _stats(draw))
+        view.on_stats(info.peer, _stats(draw))
     cached = _caches(draw, infos, prompts, num_blocks)
     for peer, names in cached.items():
-        channels.tell_blocks(peer, _held(names))
+        blocks.heard(peer, _held(names))
 
     decide_s: list[float] = []
     hash_s: list[float] = []
@@ -102,7 +110,7 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
         hash_s.append(time.thread_time() - begin)
         chooser.choose(request)  # hashes the prompt
         for info in draw.sample(infos, max(1, num_workers // 100)):
-            channels.tell(info.peer, _stats(draw))
+            view.on_stats(info.peer, _stats(draw))
         if hold is not None:
             hold.release()  # now, so that this decision has to take in what has changed at two workers
         begin = time.thread_time()
@@ -191,31 +199,3 @@ def _stats(draw: random.Random) -> WorkerStats:
 
 def _held(names: Sequence[int]) -> BlocksHeld:
     return BlocksHeld(pack_names(names), is_first=True, is_last=True, sequence=0)
-
-
-class _Channels(TokenChannels):
-    """Channels to workers that exist nowhere: what they would tell is put into their mouths."""
-
-    def __init__(self) -> None:
-        super().__init__(network=TcpNetwork(b"unused"), peer=Peer("router", 1), clock=time.monotonic)
-        self._told: dict[Peer, WorkerStats] = {}
-
-    def follow(self, workers: Iterable[WorkerInfo]) -> None:
-        """Nobody is to be reached."""
-
-    async def ensure(self, info: WorkerInfo) -> None:
-        """Nobody is called."""
-
-    def stats(self, worker: Peer) -> WorkerStats | None:
-        """Return the numbers that were told last."""
-        return self._told.get(worker)
-
-    def tell(self, worker: Peer, stats: WorkerStats) -> None:
-        """Take numbers for what the worker has sent."""
-        self._told[worker] = stats
-        self.listener.told(worker, stats)
-
-    def tell_blocks(self, worker: Peer, held: BlocksHeld) -> None:
-        """Take names for what the worker has sent."""
-        if self.listener.blocks is not None:
-            self.listener.blocks(worker, held)

@@ -44,14 +44,17 @@ _COMMANDS = {
         "cluster.commands.doctor",
         "try every link that KV takes in a running server, and say what is missing",
     ),
-    "bench engine": ("benchmarks.engine", "prefill and decode speed of the engine, against this machine's limits"),
+    "bench engine": (
+        "benchmarks.engines.engine",
+        "prefill and decode speed of the engine, against this machine's limits",
+    ),
     "bench gpu": (
         "benchmarks.gpu.command",
         "the engine on one CUDA device, against its limits and torch's own kernels",
     ),
-    "bench accuracy": ("benchmarks.accuracy", "perplexity of quantised weights, against the model as it is"),
+    "bench accuracy": ("benchmarks.engines.accuracy", "perplexity of quantised weights, against the model as it is"),
     "bench transfer": (
-        "benchmarks.transfer",
+        "benchmarks.transfers.transfer",
         "KV transfer against the machine's limits, and what a request feels of it",
     ),
     "bench routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
@@ -70,11 +73,11 @@ _COMMANDS = {
     ),
     "bench peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
     "bench costs": (
-        "benchmarks.costs",
+        "benchmarks.engines.costs",
         "how long this machine's steps take, into a file that `simulate --costs` reads",
     ),
     "bench hardware": (
-        "benchmarks.hardware",
+        "benchmarks.engines.hardware",
         "what this machine's CPU can do, into a file that `plan --gpu` reads",
     ),
     "should-i-disaggregate": (
@@ -160,11 +163,11 @@ def _run(arguments: list[str]) -> int:
 
 def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
     """Return argparse's message for unknown arguments, with what to write instead where that is known."""
-    told = f"unrecognized arguments: {' '.join(unknown)}"
+    message = f"unrecognized arguments: {' '.join(unknown)}"
     flags = [re.split("[=.]", one)[0] for one in unknown if re.match("--?[a-zA-Z]", one)]
     if not flags and command.prog == "twostroke serve":
-        return f"{told}\none model is served, and a flag has one value"
-    return "\n".join([told, *filter(None, (_hint(command, flag) for flag in flags))])
+        return f"{message}\none model is served, and a flag has one value"
+    return "\n".join([message, *filter(None, (_hint(command, flag) for flag in flags))])
 
 
 def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:

@@ -1,12 +1,11 @@
-"""A decode worker: takes requests whose KV arrives, or computes it here, and writes their answers token by token.
+"""A decode worker: takes requests whose KV arrives, or computes it here, and generates their answers token by token.
 
-The KV of a prompt comes from a prefill worker, which offers it. An offer is waited for as long as the request lives,
-for its router watches over the prefill worker: a long queue there is no reason to compute the prompt twice, and where
-no KV comes, the router says so. An offer in turn waits, and its KV at the prefill worker with it, as long as there is
-no room here.
+A prompt's KV comes from a prefill worker, which offers it. The decode worker waits for the offer as long as the request
+lives: a long queue at the prefill worker is no reason to compute the prompt twice, and where no KV comes, the router
+says so. An offer waits too, and its KV at the prefill worker with it, while there is no room here.
 
-What does not come is computed here, and is nobody's error. But not before the router says so, who may know better: what
-the prefill worker died of may be this very prompt.
+A prompt whose KV does not arrive is computed here, and nobody sees an error. The router decides when: what the prefill
+worker died of may be this very prompt.
 """
 
 import asyncio
@@ -19,35 +18,33 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.decode_worker.preemption import HostBlocks, Swapping
-from twostroke.decode_worker.scheduler import DecodeScheduler
-from twostroke.decode_worker.step_budget import StepBudget
-from twostroke.kvtransfer.sides import Incoming
+from twostroke.decode_worker.policy import DecodePolicy, StepBudget
+from twostroke.kvtransfer.ranks import Incoming
 from twostroke.protocol.errors import CallCancelled, TicketRefused, TransferFailed, TwostrokeError, WorkerLost
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import DecodeReply, FinishReason, GenerateRequest, PrefillReply, Ticket, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.worker.call_log import failed_alone, logged
-from twostroke.worker.life import EndedStep
-from twostroke.worker.scheduler import DrawnToken, ScheduledStep
-from twostroke.worker.sequence import Phase
+from twostroke.worker.calls import WorkerCall, prompt_reply
+from twostroke.worker.scheduling.job import Phase, WorkerJob
+from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
+from twostroke.worker.scheduling.step import DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepCostFit
-from twostroke.worker.worker import Worker, WorkerCall, WorkerDeps, read_prompt
+from twostroke.worker.worker import Worker, WorkerDeps
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class DecodeCall(WorkerCall[DecodeJob, DecodeReply]):
+class DecodeCall(WorkerCall[DecodeReply]):
     """A `decode` call that has not returned."""
 
-    ready_at: float = 0.0  # when it could first have been stepped: its arrival, or when its KV was there
+    ready_at: float = 0.0  # when it could first have been stepped: its arrival, or the arrival of its KV
     stepped_at: float | None = None
     transfer_s: float = 0.0
     incoming: Incoming | None = None
-    is_on_its_own: bool = False  # its prompt may be computed here
-    patience: asyncio.TimerHandle | None = None  # its transfer has failed; for how long it waits for the router's word
+    computes_prompt: bool = False  # its prompt may be computed here
+    router_wait: asyncio.TimerHandle | None = None  # its transfer has failed; runs until its router must have answered
 
     @property
     def has_begun(self) -> bool:
@@ -73,62 +70,58 @@ class DecodeCall(WorkerCall[DecodeJob, DecodeReply]):
 
 @dataclass(eq=False, slots=True)
 class ScoreCall(DecodeCall):
-    """A `read` call that has not returned: nothing of it goes out on the token channel."""
+    """A `score_prompt` call that has not returned: no event of it goes out on the token channel."""
 
-    read: "asyncio.Future[PrefillReply]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    scored: "asyncio.Future[PrefillReply]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def answer_read(self, drawn: DrawnToken[DecodeJob], now: float) -> None:
-        """Its prompt is computed."""
+    def finish_scoring(self, drawn: DrawnToken, now: float) -> None:
+        """Return from the call, whose prompt is computed."""
         stepped_at = now if self.stepped_at is None else self.stepped_at
         try:
-            reply = read_prompt(drawn, queue_s=stepped_at - self.ready_at, prefill_s=now - stepped_at)
+            reply = prompt_reply(drawn, queue_s=stepped_at - self.ready_at, prefill_s=now - stepped_at)
         except Exception as error:
             self.fail(failed_alone(self.request, error))
             return
-        if not self.read.done():
-            self.read.set_result(reply)
+        if not self.scored.done():
+            self.scored.set_result(reply)
 
     def cancelled(self) -> None:
         self.fail(CallCancelled("the router cancelled the request"))
 
     def fail(self, error: TwostrokeError) -> None:
-        if not self.read.done():
-            self.read.set_exception(error)
+        if not self.scored.done():
+            self.scored.set_exception(error)
 
 
-class DecodeWorker(Worker[DecodeJob, DecodeCall]):
+class DecodeWorker(Worker[DecodeCall]):
     """Runs one engine's steps. `swap_space` is the engine's; None where preempted requests' KV is not kept."""
 
     role: ClassVar[Role] = "decode"
-    _scheduler: DecodeScheduler
 
-    def __init__(self, config: DecodeConfig, equipment: WorkerDeps, swap_space: HostBlocks | None = None):
-        costs = StepCostFit(equipment.expert_share)
+    def __init__(self, config: DecodeConfig, deps: WorkerDeps, swap_space: HostBlocks | None = None):
+        costs = StepCostFit(deps.expert_share)
         self._router_wait_s = config.router_wait_s
         self._swap_space = swap_space
-        self._swapping = Swapping(swap_space, config.preemption, equipment.pool.block_size)
-        budget = StepBudget(config, costs.costs)
-        scheduler = DecodeScheduler(equipment.pool, config, equipment.max_context, budget, self._swapping)
-        super().__init__(
-            config, equipment, scheduler, costs, host_pool=self._swapping.pool, runs_ahead=config.run_ahead
-        )
+        self._swapping = Swapping(swap_space, config.preemption, deps.pool.block_size)
+        policy = DecodePolicy(StepBudget(config, costs.costs), deps.pool)
+        super().__init__(config, deps, policy, costs, self._swapping, runs_ahead=config.run_ahead)
 
     async def decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None) -> DecodeReply:
         """Continue the request to its end; its tokens go out on its router's token channel. Cancelling it aborts.
 
-        With a ticket the prompt's KV is expected from the prefill worker; should it not come, and without a ticket,
+        With a ticket the prompt's KV is expected from the prefill worker; should it not arrive, and without a ticket,
         the prompt is computed here. With `pull`, which comes only without a ticket, another worker has been asked to
-        send the KV of the prompt's beginning; what does not come in time, or not whole, is computed here.
+        send the KV of the prompt's prefix; what does not arrive in time, or not whole, is computed here.
 
-        A request that its router cancels returns without a finish reason. Raises RequestError (can't be served as
-        asked), TicketRefused or EpochMismatch (a ticket for somebody else), WorkerLost (the worker is ending, its
-        engine died, or there is no token channel to the router any more).
+        A request that its router cancels returns without a finish reason. Raises RequestError (can't be served),
+        TicketRefused or EpochMismatch (a ticket for another worker), WorkerLost (the worker is ending, its engine died,
+        or there is no token channel to the router any more).
         """
         return await logged("decode", request, self._clock, self._decode(request, ticket, pull))
 
-    async def read(self, request: GenerateRequest) -> PrefillReply:
-        """Do what PrefillWorker.read does. Raises what it raises."""
-        return await logged("read", request, self._clock, self._read(request))
+    async def score_prompt(self, request: GenerateRequest) -> PrefillReply:
+        """Score or embed a prompt, like PrefillWorker.score_prompt. Raises what that raises."""
+        return await logged("read", request, self._clock, self._score_prompt(request))
 
     async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:
         if ticket is not None and pull is not None:
@@ -144,13 +137,17 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
                 request, now=now, wants_transfer=ticket is not None, awaits_offer=pull is not None
             )
         call = DecodeCall(job, ticket, ready_at=now)
-        return await self._answered(call, call.reply, pull)
+        self._begin_call(call, pull)
+        if ticket is not None:
+            self._await_offer(call, ticket)
+        return await self._reply_to(call, call.reply)
 
-    async def _read(self, request: GenerateRequest) -> PrefillReply:
+    async def _score_prompt(self, request: GenerateRequest) -> PrefillReply:
         self._check_new(request, None)
         now = self._clock()
-        call = ScoreCall(self._scheduler.add(request, now=now, wants_transfer=False), None, ready_at=now)
-        return await self._answered(call, call.read, None)
+        call = ScoreCall(self._scheduler.add(request, now=now), None, ready_at=now)
+        self._begin_call(call)
+        return await self._reply_to(call, call.scored)
 
     def stats(self) -> WorkerStats:
         stats, space, host_pool = super().stats(), self._swap_space, self._swapping.pool
@@ -158,28 +155,39 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
             return stats
         return replace(
             stats,
-            swaps=self._scheduler.swaps,
+            swaps=self._swapping.num_swaps,
             swap_bytes=space.num_bytes,
             swap_seconds=space.seconds,
             swapped_blocks=host_pool.owned_blocks,
         )
 
-    def _decide(self) -> ScheduledStep[DecodeJob]:
-        step = self._scheduler.schedule(self._under_way.last)
+    # --- a step ---
+
+    async def step(self) -> bool:
+        if not self._steps:
+            await self._begin(self._scheduler.schedule())
+        if await self._may_begin_ahead():
+            await self._begin(self._scheduler.schedule(self._steps.last))
+        if not self._steps:
+            return False
+        ended = await self._wait_for_step()
+        self._learn(ended)
+        prompts_s = ended.seconds * ended.content.prompts_part(self._costs.costs())
+        self._swapping.step_ended(ended.content.prompt_tokens, prompts_s)
+        self._end_failed(ended.step)
+        self._emit(self._scheduler.complete(ended.step, ended.sampled))
+        return True
+
+    async def _begin(self, step: ScheduledStep) -> None:
         now = self._clock()
         for entry in step.entries:
             call = self._call_of(entry.job)
             if call.stepped_at is None:
                 call.stepped_at = now
-        return step
+        await self._begin_step(step)
 
-    def _learn(self, ended: EndedStep[ScheduledStep[DecodeJob]]) -> None:
-        super()._learn(ended)
-        prompts_s = ended.seconds * ended.content.prompts_part(self._costs.costs())
-        self._swapping.step_ended(ended.content.prompt_tokens, prompts_s)
-
-    def _post_process(self, drawn: Sequence[DrawnToken[DecodeJob]]) -> None:
-        """Send one frame to each router whose requests got on, and answer the calls that are finished."""
+    def _emit(self, drawn: Sequence[DrawnToken]) -> None:
+        """Send one frame to each router whose requests have new tokens, and answer the calls that are finished."""
         events: dict[str, list[TokenEvent]] = defaultdict(list)
         for one in drawn:
             call = self._call_of(one.job) if one.finish_reason is not None else None
@@ -190,91 +198,90 @@ class DecodeWorker(Worker[DecodeJob, DecodeCall]):
                 self._counters.finished_requests += 1
                 self._forget(call)
                 if isinstance(call, ScoreCall):
-                    call.answer_read(one, self._clock())
+                    call.finish_scoring(one, self._clock())
                 else:
                     call.finish(one.finish_reason)
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
-    def _fail_all(self, reason: str) -> None:
+    def fail_all(self, reason: str) -> None:
         for call in self._calls.values():
             if isinstance(call, ScoreCall):
                 continue
             request, index = call.request, call.job.sequence.num_output_tokens
             self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
-        super()._fail_all(reason)
+        super().fail_all(reason)
 
-    # --- KV that comes ---
+    # --- KV from prefill workers ---
 
-    def _expect(self, call: DecodeCall, pull: Ticket | None) -> None:
-        super()._expect(call, pull)
-        if call.ticket is not None:
-            self._offers.wait(call.ticket, came=lambda: self._offered(call))
+    def _await_offer(self, call: DecodeCall, ticket: Ticket) -> None:
+        self._offers.await_offer(ticket, on_offered=lambda: self._offered(call))
 
     def _offered(self, call: DecodeCall) -> None:
         self._scheduler.offered(call.job)
-        self._admit_offered()
+        self.admit_offered()
         if call.ticket is not None and call.incoming is None:
-            self._receiver.keep(call.ticket)  # until there is room, or nobody wants it
-        self._life.wake()
+            self._deps.receiver.keep_offer(call.ticket)  # until there is room, or the request ends
 
-    def _has_blocks(self, call: DecodeCall) -> None:
+    def _begin_transfer(self, call: DecodeCall) -> None:
         job, sequence = call.job, call.job.sequence
         if not job.is_receiving:
             return
         if call.ticket is None:
             call.ready_at = self._clock()
-            self._pulls.begin(job)
+            self._pulls.begin_pull(job)
             return
-        call.incoming = self._receiver.expect(
+        call.incoming = self._deps.receiver.expect_transfer(
             call.ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
         )
-        self._transfers.see(self._receive(call, call.incoming), f"receive {call.request.request_id}")
+        self._transfers.track(self._receive(call, call.incoming), f"receive {call.request.request_id}")
 
     async def _receive(self, call: DecodeCall, incoming: Incoming) -> None:
-        """See a transfer to its end: until then its blocks stay the job's, whatever becomes of the job."""
+        """Wait for the end of a transfer. Until then its blocks stay the job's, whatever becomes of the job."""
         started_at = self._clock()
         try:
             first_token = await incoming.verified()
             if first_token is None:
-                call.is_on_its_own = True  # the other side believes that all is well
+                call.computes_prompt = True  # the source takes the transfer for a success
                 raise TransferFailed("it came without a first token, as a cached prefix does")
         except TransferFailed as error:
             _log.warning("the KV did not come: %s", error, extra=about(call.request.log_context))
             self._scheduler.transfer_failed(call.job)
-            if not (call.is_on_its_own or call.job.has_ended):
+            if not (call.computes_prompt or call.job.has_ended):
                 self._scheduler.wait_on(call.job)
-                call.patience = asyncio.get_running_loop().call_later(self._router_wait_s, self._do_without, call)
+                call.router_wait = asyncio.get_running_loop().call_later(
+                    self._router_wait_s, self._compute_prompt, call
+                )
         else:
             call.transfer_s = self._clock() - started_at
             drawn = self._scheduler.verified(call.job, first_token)
             if drawn is not None:
-                self._post_process([drawn])
+                self._emit([drawn])
         finally:
             call.ready_at = self._clock()
 
-    def _pulled(self, job: DecodeJob, num_tokens: int) -> None:
+    def pulled(self, job: WorkerJob, num_tokens: int) -> None:
         self._counters.pulled_tokens += num_tokens
         call = self._call_of(job)
         call.transfer_s = self._clock() - call.ready_at
         call.ready_at += call.transfer_s
 
-    def _prefill_failed(self, request_id: str) -> None:
+    def prefill_failed(self, request_id: str) -> None:
         call = self._calls.get(request_id)
-        if call is not None:  # the router says it again until it hears of the request
-            self._do_without(call)
+        if call is not None:  # the router repeats it until it hears of the request
+            self._compute_prompt(call)
 
-    def _do_without(self, call: DecodeCall) -> None:
+    def _compute_prompt(self, call: DecodeCall) -> None:
         """Have the prompt computed here, now or when its transfer has ended."""
-        call.is_on_its_own = True
+        call.computes_prompt = True
         self._give_up_transfers(call, "the prefill failed")  # `_receive` goes on from there
         self._scheduler.compute_here(call.job)
-        self._life.wake()
+        self.wake()
 
     def _give_up_transfers(self, call: DecodeCall, reason: str) -> None:
         if call.incoming is not None:
             call.incoming.abort(reason)
         elif call.ticket is not None:
-            self._offers.refuse(call.ticket)  # or the prefill worker would keep its blocks for nobody
-        if call.patience is not None:
-            call.patience.cancel()
+            self._offers.refuse_offer(call.ticket)  # or the prefill worker would keep its blocks for nothing
+        if call.router_wait is not None:
+            call.router_wait.cancel()

@@ -9,23 +9,23 @@ from twostroke.protocol.settings import Count, Section
 
 
 class TransferConfig(Section):
-    """The same values belong on both sides; a peer with other ones is merely given up sooner or later."""
+    """Both sides should have the same values; a peer with other ones is only given up sooner or later."""
 
     lease_s: float = 3.0
-    """At least 0.1, and at most `progress_s`. A silent peer's transfers end after so long, and so does one chunk that
-    takes longer: a decode worker that can't reach the prefill worker any more then computes the prompt itself. Longer
-    for machines that stand still at times: blocks of lost peers are then held longer, too."""
+    """Seconds after which a silent peer's transfers end, and a link whose chunk takes longer; 0.1 to `progress_s`. A
+    decode worker that can't reach the prefill worker then computes the prompt itself. Raise it for machines that stand
+    still at times: blocks of lost peers are then kept longer, too."""
     progress_s: float = 15.0
-    """At least 1. A transfer on which the peer makes no step for so long is given up, although the peer gives signs of
-    life: its engine stands still, or other prompts go first there. Longer than a prompt that has been begun may wait
-    for others; a prompt that waits to be begun is no transfer yet, and KV whose request waits for room at the decode
-    worker is kept however long."""
+    """Seconds, at least 1, after which a transfer is given up on which the peer makes no step although it sends pings:
+    its engine stands still, or other prompts go first there. It must be longer than a prompt that has begun may wait
+    for others. A prompt that has not begun is no transfer yet. KV whose request waits for room at the decode worker is
+    kept however long that takes."""
     max_chunk_bytes: int | None = None
-    """At least 4096. Transfers take turns by chunks of this size at most, or of one unit: smaller ones are fairer to
-    short prompts, larger ones cost less each. null: 4 MiB of caches in host memory, 32 MiB of GPUs', where two and
-    three chunks of a link are under way at a time. Links by `torch_distributed` and `nixl` between GPUs hold memory for
-    three chunks each, which is set aside before the KV cache is sized, for links with all workers there may be: where
-    they are so many that this would be more than 1 GiB, their chunks are smaller, down to 4 MiB."""
+    """Largest chunk, at least 4096, or one unit where that is larger. Transfers take turns by chunks: smaller ones are
+    fairer to short prompts, larger ones cost less each. null: 4 MiB for caches in host memory with two chunks of a link
+    under way, 32 MiB for GPUs with three. Links by `torch_distributed` and `nixl` between GPUs need memory for three
+    chunks each. It is set aside before the KV cache is sized, for links with all workers there may be. Where that would
+    be more than 1 GiB, their chunks are smaller, down to 4 MiB."""
     encoding: Encoding = "raw"
     """KV as it is stored (`raw`), or one byte a value with a scale for each token and head: half the bytes of bf16, and
     answers that differ a little: of 27 greedy ones of a float32 model that a user compared with `raw`'s, 26 were equal
@@ -36,6 +36,6 @@ class TransferConfig(Section):
     max_queued_messages: Count = 65536
     """Messages of one peer that wait for their bytes; a peer that sends more is cut off."""
     used_ticket_s: Annotated[float, Ge(1)] = 900.0
-    """How long a used ticket is remembered, so that it is not used twice."""
+    """Seconds that a used ticket is remembered, so that it is not used twice."""
     max_used_tickets: Count = 65536
     """Tickets that are remembered; the oldest go first."""

@@ -1,4 +1,4 @@
-"""What of this machine can carry RDMA, and what stands in its way: as Linux tells it. No device is touched."""
+"""RDMA ports of this machine, and why RDMA may not be used: from what Linux reports. No device is touched."""
 
 import fcntl
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INFINIBAND = Path("/sys/class/infiniband")
-"""Of InfiniBand, RoCE and EFA devices alike. Documentation/ABI/stable/sysfs-class-infiniband has the files' formats."""
+"""Folder of InfiniBand, RoCE and EFA devices. Documentation/ABI/stable/sysfs-class-infiniband has its formats."""
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _IF_NAME_BYTES = 15  # IFNAMSIZ, without its zero
@@ -28,12 +28,12 @@ class RdmaPort:
 
     @property
     def name(self) -> str:
-        """As UCX_NET_DEVICES has it."""
+        """Name in the form of UCX_NET_DEVICES."""
         return f"{self.device}:{self.port}"
 
 
 def rdma_ports(root: Path = INFINIBAND) -> tuple[RdmaPort, ...]:
-    """Of all devices, by their names; none where there is no such hardware, or no container may see it."""
+    """Return the ports of all devices, by name; none without RDMA hardware, or where the container can't see it."""
     found = []
     for folder in sorted(root.glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb/sec", _read(folder / "rate"))
@@ -49,7 +49,7 @@ def rdma_ports(root: Path = INFINIBAND) -> tuple[RdmaPort, ...]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address as its first; None where there is none."""
+    """Return the network interface whose first IPv4 address this is; None where there is none."""
     try:
         wanted = socket.inet_aton(address)
     except OSError:
@@ -67,7 +67,7 @@ def interface_of(address: str) -> str | None:
 
 
 def in_the_way(ports: Sequence[RdmaPort], locked_bytes: int | None = None) -> str:
-    """Why RDMA may not be used here, in words. `locked_bytes`: what a process may lock; None: ask."""
+    """Return why RDMA may not be used here, in words. `locked_bytes` is what a process may lock; None: look it up."""
     active = [f"{port.name} ({port.gbit_s:g} Gb/s)" if port.gbit_s else port.name for port in ports if port.is_active]
     if not ports:
         return "this host shows no RDMA device in /sys/class/infiniband"

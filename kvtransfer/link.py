@@ -29,7 +29,7 @@ _EPOCHS = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class ChunkPace:
-    """How a link is kept busy, by where its side's cache is."""
+    """Size and number of chunks that keep a link busy, by the memory that its side's cache is in."""
 
     chunk_bytes: int  # at most, if nothing else is configured
     chunks_under_way: int  # on one link
@@ -42,18 +42,18 @@ ON_GPUS = ChunkPace(32 * 2**20, 3)
 on the device, and of one the host learns how it ended. Predicted, not measured."""
 
 STAGING_BYTES = 2**30
-"""Of a GPU, that all links with staging memory (NCCL's) share, while chunks of 4 MiB don't take more."""
+"""GPU memory that all links with staging memory (NCCL's) share, unless chunks of 4 MiB need more."""
 
 
 class Staged(NamedTuple):
-    """What links with staging memory take of a GPU."""
+    """GPU memory that links with staging memory need."""
 
     chunk_bytes: int  # at most
     total_bytes: int  # of all links, at most
 
 
 def staged(num_links: int, max_chunk_bytes: int | None = None) -> Staged:
-    """For so many links of one rank at a time: many have smaller chunks, no smaller than on hosts."""
+    """Return the staging memory for this many links of one rank at a time. Many links get smaller chunks."""
     wanted = max_chunk_bytes or ON_GPUS.chunk_bytes
     buffers = num_links * ON_GPUS.chunks_under_way
     chunk_bytes = min(wanted, max(ON_HOSTS.chunk_bytes, STAGING_BYTES // max(1, buffers)))
@@ -61,7 +61,7 @@ def staged(num_links: int, max_chunk_bytes: int | None = None) -> Staged:
 
 
 LinkParams = dict[str, str | int]
-"""What the receiving side tells the sending side so that it can join: an address, a one-time token (hex), a store."""
+"""Parameters with which the sending side joins a prepared link: an address, a one-time token (hex), a store."""
 
 
 def chunk_seal(chunk: Chunk, source: Peer, target: Peer) -> int:
@@ -76,8 +76,8 @@ class KVStore(Protocol):
     """Block storage, layer by layer: [num_blocks, kinds, heads of this rank, tokens of a block that this rank holds,
     head_dim], contiguous.
 
-    Live: `model/cache/kv_cache.py`; simulated: tests/simulation. Which of the three kinds below a store
-    is, is asked once, when a link is made.
+    Live: `model/cache/kv_cache.py`; simulated: tests/simulation. A store is of one of the three
+    kinds below, which is determined when a link is made.
     """
 
     @property
@@ -85,7 +85,7 @@ class KVStore(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this cache among the worker's ranks: its layers and heads are `layout`'s of this rank."""
+        """Rank of this cache in its worker: it has the layers and heads that `layout` gives this rank."""
 
     @property
     def num_blocks(self) -> int: ...
@@ -105,10 +105,10 @@ class SharedStore(HostStore, Protocol):
 
     @property
     def memory_fd(self) -> int:
-        """Of a memfd. It stays the store's."""
+        """Descriptor of a memfd, which stays the store's."""
 
     def layer_offset(self, layer: int) -> int:
-        """Where a layer begins in it, in bytes."""
+        """Return the offset of a layer in it, in bytes."""
 
 
 @runtime_checkable
@@ -117,14 +117,14 @@ class DeviceStore(KVStore, Protocol):
 
     @property
     def device(self) -> str:
-        """As torch names it, `cuda:0`."""
+        """Device by torch's name, `cuda:0`."""
 
     def layer_tensor(self, layer: int) -> Any:
         """The layer's torch tensor, [num_blocks, ...], contiguous."""
 
 
 def pace_of(store: KVStore) -> ChunkPace:
-    """Of links that begin or end at this cache."""
+    """Return the pace of links that begin or end at this cache."""
     return ON_GPUS if isinstance(store, DeviceStore) else ON_HOSTS
 
 
@@ -142,15 +142,15 @@ class LinkEnd(Protocol):
 
 
 class SendingEnd(LinkEnd, Protocol):
-    """The source's."""
+    """The source's end."""
 
     @property
     def most_chunk_bytes(self) -> int | None:
-        """That the link has memory for; None: it needs none."""
+        """Largest chunk that the link has memory for; None: it needs none."""
 
     @property
     def shortfall(self) -> str | None:
-        """What makes the link slower than its transport can be, for people; None: nothing that it knows of."""
+        """Reason why the link is slower than its transport can be, for people; None: none known."""
 
     async def send(self, segments: Sequence[Segment], seal: int) -> None:
         """Send these units, in this order, and their digest.
@@ -161,7 +161,7 @@ class SendingEnd(LinkEnd, Protocol):
 
 
 class ReceivingEnd(LinkEnd, Protocol):
-    """The target's."""
+    """The target's end."""
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
         """Receive units into these places; returns when all bytes are written, and whether their digest holds."""
@@ -171,7 +171,7 @@ class ReceivingEnd(LinkEnd, Protocol):
 
 
 class DataLink(SendingEnd, ReceivingEnd, Protocol):
-    """What can be either end."""
+    """Both ends in one class."""
 
 
 class PendingLink(Protocol):
@@ -192,7 +192,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the configuration: `tcp`, `shm`, `torch_distributed`, `cuda_ipc`, `nixl`."""
+        """Name in the configuration: `tcp`, `shm`, `torch_distributed`, `cuda_ipc`, `nixl`."""
 
     async def prepare(self, host: str, cut: Cut) -> PendingLink:
         """Receiving side: make ready for one peer to join, reachable at `host`. Raises ConnectionLost."""

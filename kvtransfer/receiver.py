@@ -5,16 +5,16 @@ joined in time, all transfers on it fail, and the worker computes their prompts 
 
 A source that is stopped for longer than its lease, and then wakes, can write nothing into blocks that were given away:
 
-- Its lease ends here, by this side's clock, without a word from it. This side's end of the link is closed then, and
-  only after that do its lanes end (PEER_LOST) and their blocks go back. A closed link is written to by nobody.
-- Which bytes go where was never the source's to say: it sends bytes, and this side writes them, into the blocks of the
-  chunk at hand (tcp, torch_distributed), or this side copies them out of the source's memory itself (shm, cuda_ipc).
-  What a woken source still sends ends in a closed socket or a process group that is gone.
-- Its messages come over a connection that is closed. A new one begins with a new Hello, and its tickets are used.
+- Its lease ends here, by this side's clock, without a message from it. Then this side's end of the link is closed, and
+  only after that its lanes end (PEER_LOST) and their blocks are released. Nothing writes through a closed link.
+- The source never decides where bytes go: it sends bytes, and this side writes them into the blocks of the current
+  chunk (tcp, torch_distributed), or copies them out of the source's memory itself (shm, cuda_ipc). Bytes that a woken
+  source still sends end in a closed socket or a process group that is gone.
+- Its messages arrive over a connection that is closed. A new one begins with a new Hello, and its tickets are used.
 
 A target that is stopped and wakes late may still take announced chunks off a link that the source has closed, or read
-blocks of the source that hold something else by now. Their digest was made of the bytes that were meant, so what passes
-it is right; the rest ends the transfer.
+blocks of the source that have other contents by now. Digests were computed over the right bytes, so chunks that pass
+are right; any other ends the transfer.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.link import PendingLink, ReceivingEnd, chunk_seal, pace_of
-from twostroke.kvtransfer.rules.layout import Cut, check_table, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, check_table, cut_pair, rank_pairs
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState
-from twostroke.kvtransfer.sides import RankSide
+from twostroke.kvtransfer.tickets import RankSide
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer
 from twostroke.kvtransfer.transports.choice import TransportChoice, choose_transport
@@ -57,7 +57,7 @@ _DAMAGED = "a chunk was damaged on its way"
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffer:
-    """One lane's offer that came before its request, or that waits for room with it."""
+    """One lane's offer that arrived before its request, or that waits for room with it."""
 
     offer: Offer
     connection: "ReceiverConnection"
@@ -80,17 +80,17 @@ class KVReceiver(RankSide):
         self._offered_tickets = self.new_tickets()
         self._declined = self.new_tickets()  # by `_declined_by`
         self.on_offer: Callable[[bytes], None] = _ignore
-        """Called with the transfer id of every offer that comes before its request is expected, and where anybody
-        declines such a request: see `has_offer`."""
+        """Called with the transfer id of every offer that arrives before its request is expected, and of every request
+        that a source declines: see `has_offer`."""
 
     def has_offer(self, ticket: Ticket) -> bool:
-        """Whether its offer waits to be expected, or was withdrawn, or its source declined: then waiting is no use."""
+        """Return True where waiting is no use: its offer is here or was withdrawn, or its source declined."""
         transfer_id = ticket.transfer_id
         is_declined = _declined_by(ticket.source, transfer_id) in self._declined
         return is_declined or transfer_id in self._offers or transfer_id in self._offered_tickets
 
     def offered_tokens(self, transfer_id: bytes) -> int | None:
-        """Of how many tokens the KV is offered; None where no offer waits: none came, or it was withdrawn."""
+        """Return the tokens whose KV is offered; None where no offer waits: none arrived, or it was withdrawn."""
         offers = self._offers.get(transfer_id)
         return next(iter(offers.values())).offer.num_tokens if offers else None
 
@@ -105,12 +105,14 @@ class KVReceiver(RankSide):
         """End every connection and transfer, and wait until nothing can write into a block any more."""
         await finish(self._close())
 
-    def expect(self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_tokens: int) -> IncomingTransfer:
-        """Let the KV of `num_tokens` tokens come into `block_ids`; never waits, and needs a running event loop.
+    def expect_transfer(
+        self, ticket: Ticket, block_ids: Sequence[int], num_tokens: int, skip_tokens: int
+    ) -> IncomingTransfer:
+        """Receive the KV of `num_tokens` tokens into `block_ids`; never waits, and needs a running event loop.
 
-        The first `skip_tokens` tokens are there already, whole blocks or all, and are not sent. The offer may have come
-        before. A ticket that is forged, used, or made out to others fails the transfer. Raises ValueError where tokens
-        and blocks don't fit.
+        The first `skip_tokens` tokens, whole blocks or all, are there already and are not sent. The offer may have
+        arrived before. A ticket that is forged, used, or made out to others fails the transfer. Raises
+        ValueError where tokens and blocks don't fit.
         """
         block_size = self.store.layout.block_size
         if num_tokens < 1 or not 0 <= skip_tokens <= num_tokens:
@@ -153,17 +155,17 @@ class KVReceiver(RankSide):
                 transfer.abort("the source has given the transfer up already")
         return transfer
 
-    def keep(self, ticket: Ticket) -> None:
-        """The ticket's request is here and waits for room: so do its offers, those still to come included.
+    def keep_offer(self, ticket: Ticket) -> None:
+        """Keep the offers of a request that is here and waits for room, those still to come included.
 
-        `expect` or `refuse` must follow. Without this an offer, and its source, wait for `progress_s` at most.
+        `expect_transfer` or `refuse_offer` must follow. Otherwise an offer, and its source, wait at most `progress_s`.
         """
         self._kept.add(ticket.transfer_id)
         for pending in self._offers.get(ticket.transfer_id, {}).values():
             self._keep(pending)
 
-    def refuse(self, ticket: Ticket) -> None:
-        """The ticket's request will never be expected: an offer that waits for it, or is still to come, is aborted."""
+    def refuse_offer(self, ticket: Ticket) -> None:
+        """Abort the ticket's offer, which may still be to come: its request will never be expected."""
         self._kept.discard(ticket.transfer_id)
         self._expected_tickets.use(ticket.transfer_id)
         self._abort_offers(ticket.transfer_id, "the target has given the request up already")
@@ -210,7 +212,7 @@ class KVReceiver(RankSide):
             self.on_offer(transfer_id)
 
     def declined(self, connection: "ReceiverConnection", transfer_id: bytes, reason: str) -> None:
-        """The peer aborts a transfer that this connection does not carry: only offered yet, or never."""
+        """Handle the peer's abort of a transfer that this connection does not carry: only offered, or never offered."""
         rank = connection.source_rank
         pending = self._offers.get(transfer_id, {}).get(rank)
         if pending is not None:
@@ -229,7 +231,7 @@ class KVReceiver(RankSide):
             self.on_offer(transfer_id)
 
     def connection_lost(self, connection: "ReceiverConnection") -> None:
-        """Its offers are void."""
+        """Drop the offers of a lost connection."""
         for transfer_id, offers in tuple(self._offers.items()):
             for rank, pending in tuple(offers.items()):
                 if pending.connection is connection:
@@ -244,13 +246,13 @@ class KVReceiver(RankSide):
             transfer.fail("the target is closing")
 
     def _source_ranks(self, ticket: Ticket) -> tuple[int, ...]:
-        """The source's ranks that have something for this one; none where its number can't be."""
+        """Return the source's ranks that have KV for this one; none where the number of its ranks does not fit."""
         layout = self.store.layout
         try:
-            lanes = plan_lanes(layout.over(ticket.source_cut), layout)
+            pairs = rank_pairs(layout.over(ticket.source_cut), layout)
         except ValueError:
             return ()
-        return tuple(lane.source_rank for lane in lanes if lane.target_rank == self.store.rank)
+        return tuple(pair.source_rank for pair in pairs if pair.target_rank == self.store.rank)
 
     def _ticket_fault(self, ticket: Ticket, source: Peer) -> str | None:
         try:
@@ -299,7 +301,7 @@ class KVReceiver(RankSide):
                 pending.connection.post(Abort(transfer_id, reason))
 
     def _limit(self, pending: _PendingOffer) -> None:
-        """Let the offer wait for its request from now on, and no longer than for `progress_s`."""
+        """Let the offer wait for its request at most `progress_s` from now on."""
 
         def expire() -> None:
             transfer_id = pending.offer.ticket.transfer_id
@@ -312,8 +314,8 @@ class KVReceiver(RankSide):
 class ReceiverConnection:
     """The control connection from one rank of a source to this rank, its data link, and the lanes on both.
 
-    Control messages are read as they come, and chunks are left to the link: a slow transfer holds up neither pings, nor
-    offers, nor aborts behind it.
+    Control messages are read at once, and chunks are left to the link: a slow transfer delays no pings, offers or
+    aborts behind it.
     """
 
     def __init__(self, receiver: KVReceiver, connection: Connection, host: str):
@@ -359,7 +361,7 @@ class ReceiverConnection:
     # --- the control connection ---
 
     def _fit(self, hello: Hello) -> tuple[KVHello, Cut]:
-        """Its part about KV, and our end of the lane. Raises ConfigError with both sides' values if it does not fit."""
+        """Return the hello's KV part and our end of the lane. Raises ConfigError with both sides' values."""
         ours = self._receiver.store.layout
         if hello.receiver != self._receiver.peer:
             raise ConfigError(f"you look for {_name(hello.receiver)}, and this is {_name(self._receiver.peer)}")
@@ -369,16 +371,16 @@ class ReceiverConnection:
         fault = incompatibility(kv.layout, ours, kv.encoding)
         if fault is not None:
             raise ConfigError(fault)
-        for lane in plan_lanes(kv.layout, ours):
-            if (lane.source_rank, lane.target_rank) == (kv.rank, self._receiver.store.rank):
-                return kv, cut_lane(lane, kv.layout, ours, kv.encoding)[1]
+        for pair in rank_pairs(kv.layout, ours):
+            if (pair.source_rank, pair.target_rank) == (kv.rank, self._receiver.store.rank):
+                return kv, cut_pair(pair, kv.layout, ours, kv.encoding)[1]
         raise ConfigError(
             f"rank {kv.rank} of {kv.layout.num_ranks} has nothing for rank {self._receiver.store.rank} of "
             f"{ours.num_ranks}"
         )
 
     def _choose(self, kv: KVHello, without: tuple[str, ...]) -> TransportChoice:
-        """Raises ConfigError where the pair has no transport in common."""
+        """Choose a transport. Raises ConfigError where the pair has none in common."""
         return choose_transport(kv.reach, self._receiver.transports.reach, kv.encoding, without)
 
     async def _listen(self, cut: Cut) -> None:
@@ -405,7 +407,7 @@ class ReceiverConnection:
             await self._control.drain()  # one that reads no answers is not asked for more reasons to answer
 
     def _announce(self, chunk: Chunk, cut: Cut) -> None:
-        """A chunk comes over the link next. Raises ProtocolError where its bytes can't be told from those behind it."""
+        """Queue a chunk that arrives over the link next. Raises ProtocolError where its length can't be right."""
         num_units = sum(run.num_units for run in chunk.runs)
         if len(self._chunks) >= self._receiver.config.max_queued_messages:
             raise ProtocolError("the source runs ahead of its bytes")
@@ -457,7 +459,7 @@ class ReceiverConnection:
         raise ConnectionLost(reason)
 
     async def _prepare(self, kv: KVHello, cut: Cut) -> tuple[TransportChoice, PendingLink]:
-        """The best transport that can be prepared here, and is not to be avoided. Raises ConnectionLost."""
+        """Prepare a link by the best transport that works here and is not to be avoided. Raises ConnectionLost."""
         without = kv.without
         while True:
             choice = self._choose(kv, without)
@@ -470,7 +472,7 @@ class ReceiverConnection:
                 without = (*without, choice.transport)
 
     async def _move(self, link: ReceivingEnd, patience: Patience) -> None:
-        """Take chunks off the link, one at a time. Raises ConnectionLost when it breaks, or damages one."""
+        """Receive chunks from the link, one at a time. Raises ConnectionLost when it breaks, or damages one."""
         while True:
             if not self._chunks:
                 self._announced.clear()
@@ -497,12 +499,12 @@ class ReceiverConnection:
 
 
 def _declined_by(source: Peer, transfer_id: bytes) -> bytes:
-    """An Abort before any offer shows no ticket: it counts only for who sent it."""
+    """Return the key of a decline. An Abort before any offer has no ticket, so it counts only for its sender."""
     return transfer_id + f"{source.epoch} {source.worker_id}".encode()
 
 
 def _ignore(_: bytes) -> None:
-    """Nobody wants to hear of offers."""
+    """Do nothing: no listener for offers is set."""
 
 
 def _name(peer: Peer) -> str:

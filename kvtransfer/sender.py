@@ -1,7 +1,7 @@
 """The sending side of KV transfer: a KVSender, and its connection to each rank of each worker that it sends to.
 
 A connection has one data link, and both end together: where a link can't be joined, breaks, or is given up by the
-target because it damages what it carries, so are all transfers on it, and the prompt is computed at the target. The
+target because it damages chunks, all transfers on it fail, and the prompt is computed at the target. The
 next transfer to the same worker makes a fresh connection with a fresh link.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from twostroke.kvtransfer.link import SendingEnd, chunk_seal, pace_of
-from twostroke.kvtransfer.rules.layout import Cut, RankPair, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, RankPair, cut_pair, rank_pairs
 from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
-from twostroke.kvtransfer.sides import LinkReport, RankSide
+from twostroke.kvtransfer.tickets import RankSide
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
 from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
@@ -38,8 +38,19 @@ from twostroke.protocol.requests import Address, Peer, Ticket
 logger = logging.getLogger(__name__)
 
 SECOND_BEST_S = 300.0
-"""How long a connection keeps a transport that stands in for a better one, whose link failed. Should that fail again,
-one transfer's prompt is computed at the target."""
+"""Seconds that a connection keeps a transport in place of a better one whose link failed.
+
+Should the better one fail again, one transfer's prompt is computed at the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkReport:
+    """The link by which this rank sends to one rank of another worker."""
+
+    target: Peer
+    transport: str
+    why: str  # this transport, in words for people
+    missing: tuple[str, ...]  # for each better transport: what it would need
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,15 +64,15 @@ class KVSender(RankSide):
         self._transfers: dict[OutgoingTransfer, None] = {}
         self._opened_tickets = self.new_tickets()
 
-    def open(
+    def begin_transfer(
         self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
     ) -> OutgoingTransfer:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
         `block_ids` is the request's block table, which must cover the tokens, but for windows that have not come so far
         (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already, in
-        all layers. A ticket that names another source, or was used, fails the
-        transfer. Raises ValueError where tokens and blocks don't fit.
+        all layers. A ticket that names another source, or was used, fails the transfer. Raises
+        ValueError where tokens and blocks don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
@@ -84,27 +95,27 @@ class KVSender(RankSide):
         self._transfers[transfer] = None
         self.stats.in_flight += 1
         try:
-            lanes = self._lanes(ticket)
+            pairs = self._rank_pairs(ticket)
             if not self._opened_tickets.use(ticket.transfer_id):
                 raise ValueError("the ticket was used before")
         except ValueError as error:  # nobody connects to an address out of another worker's ticket
             transfer.fail(str(error))
             return transfer
-        for lane in lanes:
-            connection = self._connection(ticket, lane)
-            connection.add(transfer.add_lane(lane.target_rank, lane.layers, connection))
+        for pair in pairs:
+            connection = self._connection(ticket, pair)
+            connection.add(transfer.add_lane(pair.target_rank, pair.layers, connection))
         return transfer
 
-    def decline(self, ticket: Ticket, reason: str) -> None:
-        """Tell the ticket's target, where it can be reached, that nothing will come. Never waits.
+    def decline_transfer(self, ticket: Ticket, reason: str) -> None:
+        """Tell the ticket's target, where it can be reached, that no KV will be sent. Never waits.
 
         Raises ValueError for a ticket that names another source.
         """
-        for lane in self._lanes(ticket):
-            self._connection(ticket, lane).decline(ticket.transfer_id, reason)
+        for pair in self._rank_pairs(ticket):
+            self._connection(ticket, pair).decline(ticket.transfer_id, reason)
 
     def links(self) -> tuple[LinkReport, ...]:
-        """The links that stand, in the order in which their connections were made."""
+        """Return the links that are open, in the order in which their connections were made."""
         return tuple(link.report for link in self._connections.values() if link.report is not None)
 
     async def close(self) -> None:
@@ -121,8 +132,8 @@ class KVSender(RankSide):
         for transfer in tuple(self._transfers):  # those that no connection carries
             transfer.abort("the source is closing")
 
-    def _lanes(self, ticket: Ticket) -> tuple[RankPair, ...]:
-        """Those of the ticket's transfer that begin at this rank. Raises ValueError where it can't be ours."""
+    def _rank_pairs(self, ticket: Ticket) -> tuple[RankPair, ...]:
+        """Return the transfer's rank pairs with this rank. Raises ValueError for a ticket of another source."""
         layout = self.store.layout
         if ticket.source != self.peer:
             raise ValueError(f"the ticket is made out to {ticket.source}, and this is {self.peer}")
@@ -130,17 +141,17 @@ class KVSender(RankSide):
             raise ValueError(f"the ticket counts {ticket.source_cut}, and this worker has {layout.cut}")
         if ticket.target_cut.ranks != len(ticket.target_addresses):
             raise ValueError(f"the ticket counts {ticket.target_cut}, and names {len(ticket.target_addresses)} ranks")
-        lanes = plan_lanes(layout, layout.over(ticket.target_cut))
-        return tuple(lane for lane in lanes if lane.source_rank == self.store.rank)
+        pairs = rank_pairs(layout, layout.over(ticket.target_cut))
+        return tuple(pair for pair in pairs if pair.source_rank == self.store.rank)
 
-    def _connection(self, ticket: Ticket, lane: RankPair) -> "SenderConnection":
-        """The connection to the lane's end at the ticket's target, begun where there is none."""
-        key = ticket.target, ticket.target_addresses[lane.target_rank]
+    def _connection(self, ticket: Ticket, pair: RankPair) -> "SenderConnection":
+        """Return the connection to the pair's rank at the ticket's target; begin one where there is none."""
+        key = ticket.target, ticket.target_addresses[pair.target_rank]
         connection = self._connections.get(key)
         if connection is None:
             unfit = self._unfit.pop(key, None)
             without = () if unfit is None else (unfit,)
-            connection = self._connections[key] = SenderConnection(self, *key, lane, without)
+            connection = self._connections[key] = SenderConnection(self, *key, pair, without)
             task = asyncio.get_running_loop().create_task(connection.run(), name=f"kv to {ticket.target.worker_id}")
             self._tasks[task] = None
             task.add_done_callback(self._ended)
@@ -151,7 +162,7 @@ class KVSender(RankSide):
         self.count(transfer)
 
     def forget(self, connection: "SenderConnection") -> None:
-        """A lost connection takes no more transfers; the next one opened builds another."""
+        """Put no more transfers on a lost connection; the next transfer makes another."""
         key = connection.target, connection.address
         if self._connections.get(key) is connection:
             del self._connections[key]
@@ -172,17 +183,17 @@ class SenderConnection:
     right behind the last chunk's message.
     """
 
-    def __init__(self, sender: KVSender, target: Peer, address: Address, lane: RankPair, without: tuple[str, ...]):
+    def __init__(self, sender: KVSender, target: Peer, address: Address, pair: RankPair, without: tuple[str, ...]):
         """`without` names transports to avoid where there are others."""
         self.target = target
         self.address = address
-        self.report: LinkReport | None = None  # while the link stands
+        self.report: LinkReport | None = None  # while the link is open
         self.unfit_transport: str | None = None  # could not be joined, or carried nothing
         self._sender = sender
-        self._lane = lane
+        self._pair = pair
         self._without = without
-        self._transfers: dict[bytes, OutgoingLane] = {}
-        self._declined: list[Abort] = []  # to be told once the connection stands
+        self._lanes: dict[bytes, OutgoingLane] = {}
+        self._declined: list[Abort] = []  # sent once the connection is welcomed
         self._control: LeasedConnection | None = None  # set once the peer has welcomed us, as is the cut
         self._cut: Cut | None = None
         self._has_carried = False  # a chunk
@@ -191,13 +202,13 @@ class SenderConnection:
         self._idle = asyncio.Event()
 
     def add(self, lane: OutgoingLane) -> None:
-        """Offer `lane`, now or once the connection stands."""
-        self._transfers[lane.ticket.transfer_id] = lane
+        """Offer `lane`, now or once the connection is welcomed."""
+        self._lanes[lane.ticket.transfer_id] = lane
         if self._control is not None:
             self._offer(self._control, lane)
 
     def decline(self, transfer_id: bytes, reason: str) -> None:
-        """Tell the target that nothing will come, now or once the connection stands."""
+        """Tell the target that no KV will be sent, now or once the connection is welcomed."""
         if self._control is not None:
             self._control.post(Abort(transfer_id, reason))
         else:
@@ -228,7 +239,7 @@ class SenderConnection:
                 await connection.close()
 
     async def _forgotten_with(self, part: Coroutine[None, None, None]) -> None:
-        """Run a part of the connection. Where that is lost, no transfer begins on it any more while the link closes."""
+        """Run a part of the connection. Once it is lost, no transfer begins on it while the link closes."""
         try:
             await part
         except ConnectionLost:
@@ -237,7 +248,7 @@ class SenderConnection:
 
     def abandon(self, reason: str) -> None:
         """End every lane left. Only where `run` has ended, or never began: nothing is under way."""
-        for lane in tuple(self._transfers.values()):
+        for lane in tuple(self._lanes.values()):
             lane.peer_lost(reason)
 
     # --- the lanes' calls (LaneCarrier) ---
@@ -257,15 +268,15 @@ class SenderConnection:
         self.decline(lane.ticket.transfer_id, reason)
 
     def lane_ended(self, lane: OutgoingLane) -> None:
-        self._transfers.pop(lane.ticket.transfer_id, None)
+        self._lanes.pop(lane.ticket.transfer_id, None)
         self._line.pop(lane, None)
-        if not self._transfers:
+        if not self._lanes:
             self._idle.set()
 
     # --- the control connection ---
 
     async def _greet(self, connection: Connection) -> KVWelcome:
-        """Raises ConnectionLost with the peer's words where it refuses."""
+        """Send our hello and return the peer's welcome. Raises ConnectionLost where it refuses."""
         ours, encoding = self._sender, self._sender.config.encoding
         kv = KVHello(ours.store.layout, ours.store.rank, encoding, ours.transports.reach, self._without)
         connection.send(Hello(ours.peer, self.target, kv))
@@ -275,19 +286,19 @@ class SenderConnection:
             raise ConnectionLost(f"the target refuses the connection: {answer.reason}")
         if not isinstance(answer, Welcome) or answer.receiver != self.target or answer.kv is None:
             raise ProtocolError(f"{self.address} answers as somebody else: {answer}")
-        if answer.kv.rank != self._lane.target_rank:
-            raise ProtocolError(f"{self.address} is rank {answer.kv.rank}, not {self._lane.target_rank}")
+        if answer.kv.rank != self._pair.target_rank:
+            raise ProtocolError(f"{self.address} is rank {answer.kv.rank}, not {self._pair.target_rank}")
         fault = incompatibility(ours.store.layout, answer.kv.layout, encoding)
         if fault is not None:
             raise ProtocolError(f"the target welcomes what does not fit: {fault}")
         return answer.kv
 
     def _begin(self, control: LeasedConnection, welcome: KVWelcome) -> Cut:
-        """Offer, or call off, what has gathered meanwhile. Returns our end of the lane."""
-        cut = self._cut = cut_lane(self._lane, self._sender.store.layout, welcome.layout, self._sender.config.encoding)[
+        """Send the offers and declines that were waiting for the welcome. Return our end of the lane."""
+        cut = self._cut = cut_pair(self._pair, self._sender.store.layout, welcome.layout, self._sender.config.encoding)[
             0
         ]
-        for lane in tuple(self._transfers.values()):
+        for lane in tuple(self._lanes.values()):
             self._offer(control, lane)
         for abort in self._declined:
             control.post(abort)
@@ -309,21 +320,21 @@ class SenderConnection:
             case Refuse(reason=reason):
                 raise ConnectionLost(f"the target ended the connection: {reason}")
             case Awaited(transfer_id=transfer_id):
-                if (lane := self._transfers.get(transfer_id)) is not None:
+                if (lane := self._lanes.get(transfer_id)) is not None:
                     lane.awaited()
             case Grant() | Verified():
                 # A lane that was given up here: an answer that crosses our abort is nobody's fault.
-                lane = self._transfers.get(message.transfer_id)
+                lane = self._lanes.get(message.transfer_id)
                 if lane is not None and lane.state is not SenderState.ABORTING:
                     self._answer(lane, message)
             case Abort(transfer_id=transfer_id, reason=reason):
-                if (lane := self._transfers.get(transfer_id)) is not None:
+                if (lane := self._lanes.get(transfer_id)) is not None:
                     lane.peer_aborted(f"the target gave up: {reason}")
             case _:
                 raise ProtocolError(f"a target does not send {type(message).__name__}")
 
     def _answer(self, lane: OutgoingLane, message: Grant | Verified) -> None:
-        """Pass the peer's answer on; one that does not fit ends this transfer alone."""
+        """Pass the peer's answer to its lane; an invalid answer ends this transfer alone."""
         try:
             if isinstance(message, Verified):
                 lane.verified()
@@ -333,9 +344,9 @@ class SenderConnection:
             lane.abort(f"the target broke the protocol: {error}")
 
     async def _stand_in(self) -> None:
-        """Raise ConnectionLost after a while, once no transfer is here: the next one tries the better transport."""
+        """Raise ConnectionLost after SECOND_BEST_S, once idle: the next transfer tries the better transport again."""
         await asyncio.sleep(SECOND_BEST_S)
-        while self._transfers:
+        while self._lanes:
             self._idle.clear()
             await self._idle.wait()
         raise ConnectionLost("a better transport is tried again")
@@ -370,7 +381,7 @@ class SenderConnection:
         raise broken
 
     async def _move(self, control: LeasedConnection, link: SendingEnd, patience: Patience, max_units: int) -> None:
-        """Take turns' chunks to the link, one at a time. Raises ConnectionLost when it breaks."""
+        """Send the lanes' chunks in turn, one at a time. Raises ConnectionLost when the link breaks."""
         while True:
             await control.drain()
             if not self._line:

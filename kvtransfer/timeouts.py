@@ -1,12 +1,12 @@
-"""How long anybody waits in KV transfer, and how things that run together end together.
+"""The time limits of KV transfer, and how the parts of a connection end together.
 
-Three waits, each for what one side alone can't know:
+Three limits, each for a failure that one side alone can't notice:
 
 - the **deadline** of a transfer (`progress_s`): it must make a step within it (a grant, a chunk, the answer to the
   commit), or it is given up. `Deadline`.
-- the **patience** with a link (`lease_s`): each chunk's bytes must have moved within it, or the link is lost; and so
-  must a connection stand, and its link be joined. `Patience`, `within`.
-- the **lease** of a peer (`lease_s`): it must say something within it, if only a ping, and take what it is told, or its
+- the **patience** with a link (`lease_s`): each chunk's bytes must have moved within it, or the link is lost. The same
+  holds for connecting and for joining a link. `Patience`, `within`.
+- the **lease** of a peer (`lease_s`): it must send a message within it, if only a ping, and accept messages, or its
   connection is lost. `LeasedConnection`.
 """
 
@@ -39,7 +39,7 @@ class Deadline:
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._fire, expired)
 
     def stop(self) -> None:
-        """Don't expire, until restarted."""
+        """Stop the deadline until it is restarted."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -50,7 +50,7 @@ class Deadline:
 
 
 async def within(seconds: float, awaitable: Awaitable[T], what: str) -> T:
-    """The result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes longer."""
+    """Return the result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes longer."""
     try:
         async with asyncio.timeout(seconds):
             return await awaitable
@@ -66,7 +66,7 @@ class Patience:
         self._limits: list[asyncio.Timeout] = []  # of those under way
 
     async def wait(self, awaitable: Awaitable[T], what: str) -> T:
-        """The result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes too long."""
+        """Return the result of `awaitable`. Raises ConnectionLost, naming `what`, when it takes too long."""
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 self._limits.append(limit)
@@ -98,7 +98,7 @@ class LeasedConnection:
     def post(self, message: Message) -> None:
         """Send `message`, if the connection still stands; never waits.
 
-        A lost connection is no error here: its reader notices, and ends every transfer on it.
+        A lost connection is no error here: its reader notices it, and ends every transfer on it.
         """
         try:
             self._connection.send(message)
@@ -117,15 +117,15 @@ class LeasedConnection:
             ) from error
 
     async def receive(self) -> Message:
-        """The next message. Raises ConnectionLost."""
+        """Return the next message. Raises ConnectionLost."""
         message = await self._connection.receive()
         self._silence.end()
         return message
 
     async def watch(self) -> None:
-        """Ping where we have been silent for a third of a lease.
+        """Send a ping after a third of a lease without a message to the peer.
 
-        Raises ConnectionLost once the peer has said nothing for a lease.
+        Raises ConnectionLost once the peer has been silent for a lease.
         """
         while not self._silence.is_too_long:
             now = self._clock()
@@ -153,7 +153,7 @@ async def all_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
 
 
 async def finish(work: Coroutine[None, None, None]) -> None:
-    """Do `work` to its end, though this is cancelled meanwhile: for what must not be left half done."""
+    """Do `work` to its end, even where this is cancelled: for work that must not be left half done."""
     task = asyncio.get_running_loop().create_task(work)
     await all_ended([task])
     task.result()

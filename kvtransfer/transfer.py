@@ -1,9 +1,9 @@
-"""One transfer as either worker sees it, and its lanes: what goes from a rank of the source to a rank of the target.
+"""A transfer on either side, and its lanes: the part that goes from one rank of the source to one rank of the target.
 
-No I/O here. On the sending side the lane's connection asks what to send next, and sends it. On the receiving side it
-asks where bytes go, tells what has come, and posts the answers it gets.
+No I/O here. On the sending side the lane's connection asks for the next chunk, and sends it. On the receiving side it
+asks for the places of bytes, reports those that have arrived, and posts the lane's answers.
 
-A transfer ends well once every lane has; a lane that fails takes the others with it.
+A transfer succeeds once every lane has; a lane that fails ends the others. Its states are in rules/lifecycle.py.
 """
 
 import asyncio
@@ -30,34 +30,34 @@ S = TypeVar("S", SenderState, ReceiverState)
 
 
 class LaneKeeper(Protocol):
-    """What lanes ask of whoever has their connection. Calls never wait and come on the event loop."""
+    """The owner of a lane's connection, as lanes see it. No call waits; all are on the event loop."""
 
     def gave_up(self, lane: Any, reason: str) -> None:
-        """The lane was aborted on this side; the peer should be told."""
+        """Tell the peer that the lane was aborted on this side."""
 
     def lane_ended(self, lane: Any) -> None:
-        """It is over: the blocks are not touched for it any more."""
+        """Forget the lane: the blocks are not touched for it any more."""
 
 
 class LaneCarrier(LaneKeeper, Protocol):
-    """What a sending lane asks of its connection, too."""
+    """The connection of a sending lane, as the lane sees it."""
 
     def has_work(self, lane: "OutgoingLane") -> None:
-        """A chunk or the commit may be sent now."""
+        """Send a chunk or the commit of the lane, when its turn comes."""
 
 
 class TransferCompletion:
-    """How a transfer ends, once."""
+    """The end of a transfer: it comes once, by success or failure."""
 
     def __init__(self) -> None:
-        self.first_token: SampledToken | None = None  # that has come with the KV
+        self.first_token: SampledToken | None = None  # received with the KV
         self.failure: str | None = None
-        self.is_given_up = False  # one of both sides did not want it any more
+        self.is_given_up = False  # one of the sides did not need it any more
         self._over = asyncio.Event()
 
     @property
     def ended(self) -> bool:
-        """The blocks are not touched any more, and won't be."""
+        """True once the blocks are not touched any more."""
         return self._over.is_set()
 
     def abort(self, reason: str) -> None:
@@ -66,7 +66,7 @@ class TransferCompletion:
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """Part of it has failed, or it is given up, or never could be: all of it ends."""
+        """End all of it: a part has failed, or it is given up, or could never begin."""
         raise NotImplementedError
 
     async def cancel(self) -> None:
@@ -75,7 +75,7 @@ class TransferCompletion:
         await self._over.wait()
 
     async def end(self) -> SampledToken | None:
-        """Wait for the end, as `done` and `verified` do; returns the first token that has come, where one has."""
+        """Wait for the end; return the first token that was received, if any. Raises TransferFailed."""
         await self._over.wait()
         if self.failure is not None:
             raise TransferFailed(self.failure)
@@ -83,7 +83,7 @@ class TransferCompletion:
 
 
 class Transfer(TransferCompletion):
-    """KV of one request, on its way from or into these blocks."""
+    """KV of one request on its way from or into these blocks."""
 
     lanes: Mapping[int, "LaneTransfer[Any]"]  # by the peer's rank
 
@@ -112,7 +112,7 @@ class Transfer(TransferCompletion):
         self.look_for_end()
 
     def look_for_end(self) -> None:
-        """A lane has ended: perhaps it was the last."""
+        """End the transfer where its last lane has ended."""
         if not self.ended and all(lane.ended for lane in self.lanes.values()):
             self._over.set()
             self._on_ended(self)
@@ -120,7 +120,7 @@ class Transfer(TransferCompletion):
 
 
 class LaneTransfer(Generic[S]):
-    """A lane's state, and its ends. Its deadline runs while it is the peer's turn to make a step."""
+    """The transfer on one lane: its state. Its deadline runs while it is the peer's turn to make a step."""
 
     def __init__(self, transfer: Transfer, state: S, keeper: LaneKeeper, progress_s: float):
         self.transfer = transfer
@@ -135,7 +135,7 @@ class LaneTransfer(Generic[S]):
 
     @property
     def ended(self) -> bool:
-        """The blocks are not touched for this lane any more, and won't be."""
+        """True once the blocks are not touched for this lane any more."""
         return self.state in ENDS
 
     def abort(self, reason: str) -> None:
@@ -143,20 +143,20 @@ class LaneTransfer(Generic[S]):
         self._end(TransferEvent.ABORT, reason, tell_peer=True)
 
     def peer_aborted(self, reason: str) -> None:
-        """The peer has given the lane up."""
+        """End the lane, which the peer has given up."""
         self.transfer.is_given_up |= not self._has_failed and not self.ended
         self._end(TransferEvent.ABORT, reason, tell_peer=False)
 
     def peer_lost(self, reason: str) -> None:
-        """The connection is gone and its link closed."""
+        """End the lane, whose connection is lost and whose link is closed."""
         self._end(TransferEvent.PEER_LOST, reason, tell_peer=False)
 
     def segments(self, chunk: Chunk) -> tuple[Segment, ...]:
-        """Where the chunk's units lie."""
+        """Return the places of the chunk's units."""
         return () if self._cut is None else self._cut.segments(chunk.runs, self.transfer.block_ids)
 
     def _begin_one(self) -> None:
-        """A chunk is under way: its blocks are touched until `_end_one`."""
+        """Note a chunk under way: its blocks are touched until `_end_one`."""
         if self._num_under_way == 0:
             self._apply(TransferEvent.CHUNK_BEGIN)
         self._num_under_way += 1
@@ -167,7 +167,7 @@ class LaneTransfer(Generic[S]):
             self._apply(TransferEvent.CHUNK_END)
 
     def _late(self) -> str:
-        """Why a lane ends whose deadline has passed."""
+        """Return why a lane ends whose deadline has passed."""
         raise NotImplementedError
 
     def _expire(self) -> None:
@@ -198,9 +198,9 @@ class LaneTransfer(Generic[S]):
 class OutgoingTransfer(Transfer):
     """KV of one request on its way to another worker.
 
-    The worker calls `layer_ready`, `commit`, `abort` and awaits `done`. Once the transfer has ended, for whatever
-    reason, the first three do nothing: the worker learns of the end by `done` alone. A rank whose heads other ranks
-    send has no lane, and is done by `commit`.
+    The worker calls `layer_ready`, `commit` and `abort`, and awaits `done`. Once the transfer has ended, the first
+    three do nothing: the worker learns of the end by `done` alone. A rank whose heads other ranks send has no lane, and
+    is done by `commit`.
     """
 
     def __init__(
@@ -225,20 +225,20 @@ class OutgoingTransfer(Transfer):
         self._is_committed = False
 
     def add_lane(self, target_rank: int, layers: range, carrier: LaneCarrier) -> "OutgoingLane":
-        """One more lane, of these layers. All are added before anything else happens."""
+        """Add a lane with these layers. All lanes are added before any other call."""
         lane = OutgoingLane(self, self._new_plan(layers), carrier, self._progress_s)
         self.lanes[target_rank] = lane
         return lane
 
     def windows_moved(self, block_ids: Sequence[int]) -> None:
-        """The table has blocks now that it had not, of windows that have come to their rows. Never waits.
+        """Update the block table of windows that have moved on. Never waits.
 
-        To be called before what these blocks hold is ready.
+        Must be called before the KV in the new blocks is ready.
         """
         self.block_ids = tuple(block_ids[: len(self.block_ids)])
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
-        """KV of the first `num_tokens` tokens of `layer`, one of this rank's, is in the blocks. Never waits.
+        """Send KV of the first `num_tokens` tokens of `layer`, one of this rank's, which is in the blocks. Never waits.
 
         Raises ValueError for more tokens than the transfer has, and for another rank's layer.
         """
@@ -249,7 +249,7 @@ class OutgoingTransfer(Transfer):
             lane.layer_ready(layer, num_tokens)
 
     def commit(self, first_token: SampledToken | None) -> None:
-        """All of this rank's layers are ready, and this token follows; None where the KV is a prefix only. Never waits.
+        """Commit, with the first token (None: the KV is a prefix only), once all layers are ready. Never waits.
 
         Raises ValueError where a layer is not ready, or for a second commit.
         """
@@ -265,14 +265,14 @@ class OutgoingTransfer(Transfer):
         self.look_for_end()
 
     async def done(self) -> None:
-        """Wait for the end. Returns once the peer has verified everything; raises TransferFailed otherwise.
+        """Wait until the peer has verified everything. Raises TransferFailed otherwise.
 
-        After either the blocks are not read any more. A cancelled waiter leaves the transfer as it is.
+        After either, the blocks are not read any more. A cancelled waiter leaves the transfer as it is.
         """
         await self.end()
 
     def fail(self, reason: str) -> None:
-        """As Transfer.fail; means nothing once the peer has everything."""
+        """Fail the transfer, unless the peer has everything already."""
         if not (self._is_committed and all(lane.state in VERIFIED_BY_PEER for lane in self.lanes.values())):
             super().fail(reason)
 
@@ -287,10 +287,10 @@ class OutgoingTransfer(Transfer):
 
 
 class OutgoingLane(LaneTransfer[SenderState]):
-    """What a lane sends next.
+    """The sending end of a lane: the next chunk, and the commit.
 
-    Its deadline runs until the peer has granted, or said that its request waits for room, and until it has verified.
-    While the prompt is computed, the peer's clock runs.
+    Its deadline runs until the peer has granted, or answered that its request waits for room, and again until the peer
+    has verified. While the prompt is computed, the peer's deadline runs.
     """
 
     def __init__(self, transfer: OutgoingTransfer, plan: ChunkPlan, carrier: LaneCarrier, progress_s: float):
@@ -304,13 +304,13 @@ class OutgoingLane(LaneTransfer[SenderState]):
     # --- the transfer's calls ---
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
-        """As OutgoingTransfer.layer_ready."""
+        """Note that KV of a layer is ready, like OutgoingTransfer.layer_ready."""
         if not self.ended and layer in self._plan.layers:
             self._plan.add_ready(layer, num_tokens)
             self._carrier.has_work(self)
 
     def commit(self, first_token: SampledToken | None) -> None:
-        """As OutgoingTransfer.commit."""
+        """Commit once all chunks are out, like OutgoingTransfer.commit."""
         if not self.ended:
             self._is_committed = True
             self._first_token = first_token
@@ -319,16 +319,16 @@ class OutgoingLane(LaneTransfer[SenderState]):
     # --- the carrier's calls ---
 
     def offered(self) -> None:
-        """The offer is out."""
+        """Note that the offer is sent."""
         self._apply(TransferEvent.OFFER)
 
     def awaited(self) -> None:
-        """The peer's request waits for room: the offer stands as long as the connection does. Means nothing later."""
+        """Stop the deadline: the peer's request waits for room. Ignored once granted."""
         if self.state is SenderState.OFFERED:
             self._deadline.stop()
 
     def granted(self, cut: Cut, skip_tokens: int) -> None:
-        """The peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""
+        """Begin to send: the peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""
         self._apply(TransferEvent.GRANT)
         self._cut = cut
         self._plan.begin(cut.unit_tokens, skip_tokens, cut.share)
@@ -337,13 +337,13 @@ class OutgoingLane(LaneTransfer[SenderState]):
 
     @property
     def has_chunk(self) -> bool:
-        """`begin_chunk` would give one."""
+        """True where `begin_chunk` would return a chunk."""
         return self.state in (SenderState.GRANTED, SenderState.SENDING) and self._plan.has_runs
 
     def begin_chunk(self, max_units: int) -> Chunk | None:
-        """The chunk to announce and send next: its blocks are read from now on until `end_chunk`.
+        """Return the chunk to announce and send next; None: there is none now.
 
-        None where there is none now.
+        Its blocks are read from now on until `end_chunk`.
         """
         if not self.has_chunk or self._cut is None:
             return None
@@ -354,11 +354,11 @@ class OutgoingLane(LaneTransfer[SenderState]):
         return Chunk(self.ticket.transfer_id, self.num_chunks - 1, runs, num_bytes)
 
     def end_chunk(self) -> None:
-        """A chunk is out: its blocks are not read any more."""
+        """Note that a chunk is sent: its blocks are not read any more."""
         self._end_one()
 
     def take_commit(self) -> Commit | None:
-        """The commit, once every chunk was announced and the worker has committed; None before, and after."""
+        """Return the commit, once every chunk was announced and the worker has committed; None before, and after."""
         if self.state not in (SenderState.GRANTED, SenderState.SENDING):
             return None
         if not self._is_committed or not self._plan.all_taken:
@@ -368,7 +368,7 @@ class OutgoingLane(LaneTransfer[SenderState]):
         return Commit(self.ticket.transfer_id, self.num_chunks, self._first_token)
 
     def verified(self) -> None:
-        """The peer has everything. Raises IllegalTransition before the commit."""
+        """End the lane: the peer has everything. Raises IllegalTransition before the commit."""
         self._apply(TransferEvent.VERIFIED)
 
     def _late(self) -> str:
@@ -400,9 +400,9 @@ class IncomingTransfer(Transfer):
         self.lanes: dict[int, IncomingLane] = {rank: IncomingLane(self, keeper, progress_s) for rank in source_ranks}
 
     async def verified(self) -> SampledToken | None:
-        """The first token (None: a prefix only), once every block holds its verified KV.
+        """Wait until every block has its verified KV; return the first token (None: a prefix only).
 
-        Raises TransferFailed otherwise. After either nothing will write into the blocks any more. A cancelled waiter
+        Raises TransferFailed otherwise. After either, nothing writes into the blocks any more. A cancelled waiter
         leaves the transfer as it is.
         """
         return await self.end()
@@ -417,14 +417,14 @@ class IncomingTransfer(Transfer):
 
 
 class IncomingLane(LaneTransfer[ReceiverState]):
-    """Where a lane's bytes go. A unit's place is taken for good when its chunk is announced."""
+    """The receiving end of a lane: the places of its bytes. Announcing a chunk takes its units' places for good."""
 
     transfer: IncomingTransfer
 
     def __init__(self, transfer: IncomingTransfer, keeper: LaneKeeper, progress_s: float):
         super().__init__(transfer, ReceiverState.AWAITING_OFFER, keeper, progress_s)
         self.first_token: SampledToken | None = None
-        self.is_damaged = False  # a chunk of it came so: its link is not to be trusted
+        self.is_damaged = False  # a chunk was damaged: its link is not to be trusted
         self._num_units = 0
         self._first_units: dict[int, int] = {}  # of each of the lane's layers: those before are skipped
         self._taken: dict[int, bytearray] = {}  # for each layer and unit, 1: a chunk has announced it
@@ -434,7 +434,7 @@ class IncomingLane(LaneTransfer[ReceiverState]):
         self._commit: Commit | None = None
 
     def granted(self, cut: Cut) -> None:
-        """The offer has come, and fits. Raises IllegalTransition for a second one."""
+        """Grant the lane: its offer was received, and fits. Raises IllegalTransition for a second offer."""
         self._apply(TransferEvent.OFFER)
         num_tokens, skip_tokens = self.transfer.num_tokens, self.transfer.skip_tokens
         self._cut = cut
@@ -448,25 +448,25 @@ class IncomingLane(LaneTransfer[ReceiverState]):
 
     @property
     def takes_chunks(self) -> bool:
-        """It was granted, and has not been given up."""
+        """True where it was granted, and has not been given up."""
         return self.state in (ReceiverState.GRANTED, ReceiverState.RECEIVING)
 
     def announce(self, chunk: Chunk) -> None:
-        """A chunk will come. One that can't be is given up with its lane; its bytes have to be discarded later."""
+        """Take the places of a chunk that will arrive. An invalid chunk ends its lane, and is discarded later."""
         if self.takes_chunks:
             fault = self._fault(chunk)
             if fault is not None:
                 self.abort(f"the source broke the protocol: {fault}")
 
     def begin_chunk(self, chunk: Chunk) -> tuple[Segment, ...] | None:
-        """Where the chunk's bytes go, which are written from now on until `end_chunk`; None: they are discarded."""
+        """Return the places of the chunk's bytes, written until `end_chunk`; None: the bytes are discarded."""
         if not self.takes_chunks:
             return None
         self._begin_one()
         return self.segments(chunk)
 
     def end_chunk(self, chunk: Chunk, *, is_intact: bool) -> Verified | None:
-        """The chunk's bytes are in the blocks, whole or not. Returns what the peer is told.
+        """Account for a chunk whose bytes are in the blocks, intact or not; return the answer to the peer, if any.
 
         A damaged chunk ends the lane, unless it has been given up meanwhile.
         """
@@ -483,7 +483,7 @@ class IncomingLane(LaneTransfer[ReceiverState]):
         return self._verify()
 
     def commit(self, message: Commit) -> Verified | None:
-        """Every chunk was announced. Returns what the peer is told, where everything is there already."""
+        """Account for the commit; return the answer to the peer, where everything has arrived already."""
         if not self.takes_chunks:
             return None
         if self._commit is not None or message.num_chunks != self._num_announced:
@@ -496,7 +496,7 @@ class IncomingLane(LaneTransfer[ReceiverState]):
         return self._verify()
 
     def _verify(self) -> Verified | None:
-        """The answer to the commit, once all chunks are whole. Gives up where they are, and units are missing."""
+        """Return the answer to the commit, once all chunks are whole. Gives up where units are missing then."""
         if self._commit is None or self._num_whole < self._num_announced:
             return None
         if self._num_missing:
@@ -510,7 +510,7 @@ class IncomingLane(LaneTransfer[ReceiverState]):
         return Verified(self.ticket.transfer_id)
 
     def _fault(self, chunk: Chunk) -> str | None:
-        """Takes the chunk's places. Returns what is wrong with the chunk, if anything."""
+        """Take the chunk's places; return what is wrong with the chunk, if anything."""
         if chunk.sequence != self._num_announced:
             return f"chunk {chunk.sequence} came in place of {self._num_announced}"
         if self._commit is not None:

@@ -22,9 +22,9 @@ from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
 from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.run_folder import Record
+from twostroke.planning.costs.profiles import write_profile
 from twostroke.planning.exact import simulate_plan
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.profiles import write_profile
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role, StepCosts, typical
 from twostroke.worker.profile import WorkerProfile
@@ -79,11 +79,11 @@ HEAD = (
 
 def figures_of(records: Iterable[Record], warm_up_s: float) -> tuple[dict[str, float], int, int]:
     """Return the figures of the answers after the warm-up, their number, and the number of requests without one."""
-    seen = read_observations(records)
-    inside = seen.scheduled_s >= warm_up_s
-    whole = inside & seen.is_status("ok")
+    observed = read_observations(records)
+    inside = observed.scheduled_s >= warm_up_s
+    whole = inside & observed.is_status("ok")
     found: dict[str, float] = {}
-    for name, values in (("ttft", seen.ttft_s[whole]), ("tpot", seen.tpot_s[whole])):
+    for name, values in (("ttft", observed.ttft_s[whole]), ("tpot", observed.tpot_s[whole])):
         known = values[~np.isnan(values)]
         if len(known):
             found |= {f"{name}_mean_s": float(known.mean()), f"{name}_p90_s": float(np.percentile(known, 90))}
@@ -128,13 +128,13 @@ def learn(url: str, folder: Path, *, seconds: float, seed: int) -> dict[Role, Wo
 def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role, WorkerProfile]:
     """Return a profile of each role from what `/status` and the stages of requests tell."""
     of_requests = [(one, one.stages) for one in records if one.stages and one.ttft_s and "ttft_s" in one.stages]
-    told = [stages | {"e2e_s": one.ttft_s or 0.0} for one, stages in of_requests]
-    if not told:
+    stages_seen = [stages | {"e2e_s": one.ttft_s or 0.0} for one, stages in of_requests]
+    if not stages_seen:
         raise ConfigError("--against: no request of the learning load told its stages; is it a server of ours?")
-    http_s = statistics.fmean(one["e2e_s"] - one["ttft_s"] + one.get("admit_s", 0.0) for one in told)
+    http_s = statistics.fmean(one["e2e_s"] - one["ttft_s"] + one.get("admit_s", 0.0) for one in stages_seen)
     calls_s = [
         max(0.0, one["ttft_s"] - one.get("admit_s", 0.0) - one.get("prefill_queue_s", 0.0) - one["prefill_s"])
-        for one in told
+        for one in stages_seen
         if "prefill_s" in one
     ]
     senders = [one["stats"] for one in status["workers"] if one["role"] == "prefill"]
@@ -177,8 +177,8 @@ def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role,
 
 
 def _typical(workers: Sequence[dict[str, Any]]) -> StepCosts | None:
-    told = [one["stats"]["costs"] for one in workers]
-    return typical(None if one is None else StepCosts(*one) for one in told)
+    costs = [one["stats"]["costs"] for one in workers]
+    return typical(None if one is None else StepCosts(*one) for one in costs)
 
 
 def layout_of(profiles: dict[Role, WorkerProfile], prefill: int, decode: int, mode: Mode) -> Layout:
@@ -192,9 +192,9 @@ def simulated(plan: Plan, layout: Layout) -> list[Record]:
 
 def compare(plan: Plan, name: str, rate: float, layout: Layout, folder: Path) -> Cell:
     """Put the plan on the server, and into the simulation. Raises LoadTestError."""
-    asked = at_rate(plan, rate)
-    measured, answers, failed = figures_of(run_plan(asked, folder, show=False).records(), plan.warm_up_s)
-    expected, _, _ = figures_of(simulated(asked, layout), plan.warm_up_s)
+    planned = at_rate(plan, rate)
+    measured, answers, failed = figures_of(run_plan(planned, folder, show=False).records(), plan.warm_up_s)
+    expected, _, _ = figures_of(simulated(planned, layout), plan.warm_up_s)
     return Cell(name, rate, answers, failed, measured, expected)
 
 
@@ -225,8 +225,8 @@ def against(
     for line in HEAD:
         say(line)
     for number, rate in enumerate(rates):
-        asked = msgspec.structs.replace(plan, seed=plan.seed + number)
-        cells.append(compare(asked, workload[0], rate, layout, folder / f"{number}-{rate:g}"))
+        reseeded = msgspec.structs.replace(plan, seed=plan.seed + number)
+        cells.append(compare(reseeded, workload[0], rate, layout, folder / f"{number}-{rate:g}"))
         say(cells[-1].row())
         (folder / "cells.json").write_text(json.dumps([msgspec.to_builtins(one) for one in cells], indent=1) + "\n")
     return cells

@@ -10,8 +10,8 @@ from msgspec import structs
 from twostroke.model.config import ModelConfig
 from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
+from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.layouts import Layout
-from twostroke.planning.roofline import WorkerHardware
 from twostroke.planning.search import Budget, FleetSearch, Planned
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
@@ -32,7 +32,7 @@ class PlannedLayout:
     binds: str
     usd_per_million_tokens: float
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the layout for JSON."""
         layout, prefill, decode = self.layout, self.layout.prefill, self.layout.decode
         profiles = {**({} if prefill is None else {"prefill": prefill}), "decode": decode}
@@ -93,18 +93,18 @@ def settings_of(
     differ = len({profile.hardware for profile in profiles}) > 1
 
     def section(profile: WorkerProfile, count: int) -> dict[str, Any]:
-        said: dict[str, Any] = {
+        sections: dict[str, Any] = {
             "replicas": count,
             "max_step_tokens": profile.step_tokens,
             "quantization": profile.quantization,
         }
         if profile.ranks > 1:
-            said["tensor_parallel"] = profile.ranks
+            sections["tensor_parallel"] = profile.ranks
         if profile.shares_contexts:
-            said["context_parallel"] = True
+            sections["context_parallel"] = True
         if not on_cpu:
-            said |= {"num_gpus": 1, "block_size": profile.block_size}
-        return said | ({"node_labels": {"gpu": profile.hardware}} if differ else {})
+            sections |= {"num_gpus": 1, "block_size": profile.block_size}
+        return sections | ({"node_labels": {"gpu": profile.hardware}} if differ else {})
 
     settings: dict[str, Any] = {"model": {"path": model}}
     if kv_cache_dtype != "auto":

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from twostroke.loadtests.plan import SLO
-from twostroke.worker.answer_lengths import AnswerLengths
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
-from twostroke.worker.queue_order import shortest_first
+from twostroke.worker.scheduling.queue_order import AnswerLengths, shortest_first
 
 CHUNK_TOKENS = 512
 TRANSFER_S = 0.002

@@ -15,7 +15,7 @@ from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.deployment import TracedRequest, Users, WorkerCrash, serve
 from twostroke.simulator.sim_router import PROMISE_NOTHING
-from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.scheduling.queue_order import QueuePolicy
 
 VOCABULARY = 32_000
 
@@ -88,10 +88,10 @@ def simulate_plan(
     ]
 
 
-def _traced(plan: Plan, asked: Iterator[Session], promise: Promise) -> Iterator[TracedRequest]:
+def _traced(plan: Plan, sessions: Iterator[Session], promise: Promise) -> Iterator[TracedRequest]:
     """Yield requests in which a chat template's own text counts as ordinary tokens."""
     around = TEMPLATE_TOKENS if isinstance(plan.workload, Chat) else 0
-    for session in asked:
+    for session in sessions:
         turns = [
             TracedRequest(
                 turn.think_s,

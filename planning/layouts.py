@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from twostroke.loadtests.capacity import SearchRange, capacity_of
+from twostroke.planning.costs.roofline import usd_per_million
 from twostroke.planning.queueing import (
     HANDOVER_S,
     NOTHING,
@@ -16,7 +17,6 @@ from twostroke.planning.queueing import (
     mixed,
     reading,
 )
-from twostroke.planning.roofline import usd_per_million
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
 

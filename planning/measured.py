@@ -27,8 +27,8 @@ from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary
 from twostroke.loadtests.report.pages import write_report
 from twostroke.planning.against import learn
+from twostroke.planning.costs.profiles import among_busy, read_profile, write_profile
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.profiles import among_busy, read_profile, write_profile
 from twostroke.planning.trials import shares_of, simulated_capacity
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
@@ -87,10 +87,10 @@ def server_of(candidate: Candidate, settings: Mapping[str, Any]) -> Iterator[str
         "decode": {"replicas": candidate.decode},
         "router": {"decodes_alone": candidate.mode != "disaggregated"},
     }
-    said = {**settings, **{name: {**(settings.get(name) or {}), **more} for name, more in changed.items()}}
+    merged = {**settings, **{name: {**(settings.get(name) or {}), **more} for name, more in changed.items()}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "serving.yaml"
-        path.write_text(json.dumps(said))  # JSON is YAML, too
+        path.write_text(json.dumps(merged))  # JSON is YAML, too
         with twostroke_server(["--config", str(path)]) as server:
             _await_ready(server)
             yield server.url

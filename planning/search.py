@@ -15,8 +15,8 @@ from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.costs.sizes import Fit, StepBounds, check_size, fit, weight_bytes
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
+from twostroke.planning.costs.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.layouts import Layout, Pools, Work
-from twostroke.planning.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout

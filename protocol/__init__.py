@@ -1,1 +1,1 @@
-"""What the parts say to each other. Nothing here knows torch, Ray or HTTP."""
+"""Messages, types and rules that all processes share. Nothing here knows torch, Ray or HTTP."""

@@ -57,7 +57,7 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> list
 
 
 def short_name(block_hash: BlockHash) -> ShortName:
-    """What a router calls the block."""
+    """Return the name by which routers know the block."""
     return int.from_bytes(block_hash[:NAME_BYTES], "little")
 
 
@@ -81,7 +81,7 @@ def unpack_names(packed: bytes) -> "array[int]":
 
 
 FLUSH_S = 0.05
-"""How long changes are gathered before they are told."""
+"""Seconds for which changes are gathered before they are sent."""
 
 PIECE_BLOCKS = 16_384
 """Blocks of the pool whose names are read at once: a millisecond of the event loop's, and 128 KiB."""
@@ -96,7 +96,7 @@ class NameChanges:
 
 
 class NamedBlocks(Protocol):
-    """What of a block pool is told: worker/block_pool.py, which this package can't know."""
+    """The part of a block pool that reports need; worker/scheduling/block_pool.py implements it."""
 
     num_blocks: int
 
@@ -107,7 +107,7 @@ class NamedBlocks(Protocol):
         """Record from now on, and call `began` when there is something to `take_changes` of; with None, end that."""
 
     def take_changes(self) -> NameChanges | None:
-        """What has changed since the last call. None where that is too much to be told."""
+        """Return the changes since the last call; None where they are too many to send."""
 
 
 Send = Callable[[str, Connection, BlocksHeld | BlocksChanged], None]

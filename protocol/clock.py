@@ -3,10 +3,9 @@
 Live code passes `time.monotonic`; a simulation passes its event loop's virtual `time`. No deadline that crosses a
 process is absolute: send remaining durations, keep monotonic deadlines.
 
-How long a peer has been silent, where what this process slept through counts for nothing.
-
-A process that was stopped, or whose event loop was held up, finds the peer's messages unread in the socket: it has
-not listened, so it can't tell that nothing was said. A peer that gave us up meanwhile has closed the connection.
+`Silence` measures how long a peer has been silent. Time that this process slept through does not count: a process that
+was stopped, or whose event loop was held up, finds the peer's messages unread in the socket. A peer that gave this
+process up meanwhile has closed the connection.
 """
 
 import asyncio
@@ -18,7 +17,7 @@ Clock = Callable[[], float]
 
 
 def draw_epoch() -> int:
-    """A random 63-bit number that names one incarnation of a process."""
+    """Draw a random 63-bit number that names one incarnation of a process."""
     return secrets.randbits(63)
 
 
@@ -31,7 +30,7 @@ class Silence:
         self._began = clock()
 
     def end(self) -> None:
-        """The peer has been heard."""
+        """Note that the peer has been heard."""
         self._began = self._clock()
 
     @property
@@ -41,7 +40,7 @@ class Silence:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the peer counts as lost."""
+        """Return whether the peer counts as lost."""
         return self.length_s >= self._limit_s
 
     async def pause(self, seconds: float) -> None:

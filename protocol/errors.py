@@ -97,7 +97,7 @@ def loggable(error: TwostrokeError) -> str:
 
 
 def public_error(error: TwostrokeError) -> RequestError:
-    """What a client is told of an error. Only a RequestError's own words go out; others may speak of our insides."""
+    """Return the error that a client gets. Only a RequestError's words go out; others may reveal internals."""
     if isinstance(error, RequestError):
         return error
     return RequestError("the server lost the workers of this request; try again", code="worker_lost", status=503)

@@ -28,8 +28,8 @@ STACK_BYTES = (
     256 * 2**20
 )  # of addresses: llguidance compiles by recursion, and rules may follow each other by thousands
 MAX_EXPRESSION_CHARS = 4096
-"""Of a regular expression, or a Lark terminal with a copy of each that it names, as often as it does. Many optional
-parts in a row take llguidance their square in time and memory, in one go that no limit of its own ends."""
+"""Most characters of a regular expression, or of a Lark terminal with a copy of each terminal that it names. Many
+optional parts in a row cost llguidance their square in time and memory, which none of its limits bounds."""
 MAX_KEPT = 32  # compiled grammars in each process
 
 LIMITS = LLParserLimits(
@@ -224,8 +224,8 @@ _IMPORTED_CHARS = 64  # that a name may stand for which the grammar does not def
 
 
 def _longest_terminal(lark: str) -> int:
-    """Also of the regular expressions in rules. Definitions begin lines, or blocks; names of terminals have no small
-    letters. What is read as more than it is (names in a nested grammar, say) makes terminals seem longer only."""
+    """Count the characters of terminals, and of regular expressions in rules. Definitions begin lines, or blocks; names
+    of terminals have no small letters. Text that is mistaken for names only makes terminals seem longer."""
     chars: dict[str, int] = {}
     named: dict[str, list[str]] = {}
     longest, terminal = 0, ""
@@ -277,7 +277,7 @@ def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
 
 
 def _can_begin(matcher: LLMatcher, tokenizer: LLTokenizer) -> bool:
-    """Whether any token but the end may come first. Also sees to it that the first mask of an answer is quick."""
+    """Return whether any token but the end may come first. The first mask of an answer is quick afterwards."""
     mask = bytearray(matcher.compute_bitmask())
     for token_id in tokenizer.eos_tokens:
         mask[token_id // 8] &= ~(1 << token_id % 8)

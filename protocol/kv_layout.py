@@ -1,4 +1,4 @@
-"""How a worker lays out its KV cache, and which layouts can exchange KV. Pure.
+"""The layout of a KV cache, and which layouts can exchange KV. Pure.
 
 A cache is some tensors of [num_blocks, kinds, heads of this rank, block_size, head_dim] on each of the worker's ranks,
 and a block is its part of all of them. Of kinds there are two, keys and values, or one: rows of latents, of which both
@@ -34,12 +34,12 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 NO_BLOCK = -1
 
 TYPICAL_TOKENS = 2048
-"""Of a request of which nobody knows the length."""
+"""Tokens of a request whose length is not known."""
 
 
 @dataclass(frozen=True)
 class KVGroups:
-    """Which layers share block tables, and which tensor of the cache each writes into."""
+    """The layers that share block tables, and the tensor of the cache that each writes into."""
 
     windows: tuple[int, ...]  # of each group: how many of the last tokens its layers attend to; 0: all
     of_layer: tuple[int, ...]  # each layer's group
@@ -51,7 +51,7 @@ class KVGroups:
 
     @cached_property
     def num_tensors(self) -> int:
-        """Of the cache: the layers of a group. The last of a kind may have fewer than the others."""
+        """Layers of a group, which is also the number of tensors of the cache. The last of a kind may have fewer."""
         return max(self.tensor_of_layer) + 1
 
     @cached_property
@@ -69,7 +69,7 @@ class KVGroups:
         return max(0, num_tokens + 1 - window) if window else 0
 
     def most_rows(self, group: int, block_size: int, step_tokens: int) -> int:
-        """How many rows of its table a group with a window needs at once: for it, and a step of so many tokens."""
+        """Return the table rows that a group with a window needs at once, a step of `step_tokens` included."""
         return (self.windows[group] + step_tokens + block_size - 2) // block_size + 1
 
     def blocks_of(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
@@ -92,7 +92,7 @@ class KVGroups:
         return low * block_size
 
     def tokens_a_block(self, block_size: int, num_tokens: float = TYPICAL_TOKENS) -> float:
-        """Of a request of so many tokens, how many there are for each of its blocks."""
+        """Return the tokens of a request for each of its blocks, if it has `num_tokens`."""
         if not self.windowed:
             return block_size / self.count
         rows = max(1.0, num_tokens / block_size)
@@ -100,7 +100,7 @@ class KVGroups:
         return rows * block_size / (rows * (self.count - len(self.windowed)) + kept)
 
     def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
-        """Of the KV of so many tokens in all layers, the part that a transfer brings."""
+        """Return the part of the KV of so many tokens, over all layers, that a transfer sends."""
         windows = self.layer_windows
         return sum(min(1.0, window / num_tokens) if window else 1.0 for window in windows) / len(windows)
 
@@ -124,7 +124,7 @@ def group_layers(windows: tuple[int, ...]) -> KVGroups:
 
 
 ONE_GROUP = group_layers((0,))
-"""Of models whose layers all keep everything, whatever their number: tables have one block a row."""
+"""The groups of models whose layers keep all tokens: tables have one block a row."""
 
 
 def group_table(block_ids: Sequence[int], group: int, num_groups: int) -> Sequence[int]:
@@ -138,7 +138,7 @@ def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
 
 
 class RankCut(msgspec.Struct, frozen=True, array_like=True):
-    """How a cache is cut among a worker's ranks."""
+    """The division of a cache among a worker's ranks."""
 
     ranks: int = 1  # of all stages
     stages: int = 1
@@ -153,7 +153,7 @@ ONE_RANK = RankCut()
 
 
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
-    """What two workers compare before they exchange KV, of the whole model. All ranks of a worker have the same one."""
+    """The KV layout of the whole model, equal on all ranks. Two workers compare theirs before they exchange KV."""
 
     model: str  # digest of configuration and weights
     dtype: str  # as torch names it, without the prefix
@@ -170,7 +170,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def groups(self) -> KVGroups:
-        """Of the whole model's layers: each stage's have the same windows, and what tables hold is told by these."""
+        """Return the groups of the whole model's layers: the windows of each stage are the same."""
         return group_layers(self.windows or (0,) * self.num_layers)
 
     @property
@@ -194,13 +194,13 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return stage_layers(self.num_layers, self.pp_size, rank // self.tp_size)
 
     def groups_of(self, rank: int) -> KVGroups:
-        """Of `rank`'s layers, the first of which is 0 there."""
+        """Return the groups of `rank`'s layers, which are numbered from 0 there."""
         layers = self.layers_of(rank)
         return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
 
     @property
     def num_tensors(self) -> int:
-        """Of a rank's cache, where there is one stage."""
+        """Tensors of a rank's cache, where there is one stage."""
         return self.groups.num_tensors
 
     @property
@@ -210,11 +210,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rank_tokens(self) -> int:
-        """Of a block, how many tokens one rank holds."""
+        """Tokens of a block that one rank holds."""
         return self.block_size // self.context_ranks
 
     def tokens_of(self, rank: int) -> range:
-        """Which of a block's tokens those are."""
+        """Return the tokens of a block that the rank holds."""
         first = rank % self.context_ranks * self.rank_tokens
         return range(first, first + self.rank_tokens)
 
@@ -241,7 +241,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "raw") -> str | None:
-    """Why KV can't go from `source` to `target`, with both sides' values; None where it can.
+    """Return why KV can't go from `source` to `target`, with both sides' values; None where it can.
 
     Block sizes and numbers of ranks and stages may differ; dtypes only where KV is encoded on its way, and none is FP8.
     """
@@ -280,7 +280,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
 
 
 def parts_fit(block_sizes: tuple[int, int], context_ranks: tuple[int, int]) -> bool:
-    """Of two sides, whether what goes from a rank to another is every so-manyth unit of the larger of their parts.
+    """Return whether a transfer between ranks takes evenly spaced units of the larger of both parts.
 
     Where one side alone shares, the other's block size must also do for its number of ranks: each side plans lanes with
     its own.

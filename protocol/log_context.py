@@ -1,6 +1,6 @@
-"""Which request a log line is about: routers and workers tell it alike, so that lines of all processes can be joined.
+"""The request that a log line is about, named alike by routers and workers, so that lines of all processes join.
 
-These are labels. Nothing is found, kept or allowed by them.
+These are labels. No decision depends on them.
 """
 
 from contextvars import ContextVar
@@ -20,7 +20,7 @@ class LogContext(msgspec.Struct, frozen=True, array_like=True):
     decode_worker: str = ""
 
     def fields(self) -> dict[str, str | int]:
-        """The fields of a log line."""
+        """Return the fields of a log line."""
         found: dict[str, str | int] = {"request_id": self.request_id, "trace_id": self.trace_id}
         if self.attempt:
             found |= {"choice": self.choice, "attempt": self.attempt}
@@ -31,8 +31,8 @@ class LogContext(msgspec.Struct, frozen=True, array_like=True):
 NO_REQUEST = LogContext()
 
 LOG_CONTEXT: ContextVar[LogContext] = ContextVar("LOG_CONTEXT", default=NO_REQUEST)
-"""The HTTP request that a router's task serves, inherited by the tasks that it starts. Workers have none: what a step
-does, it does for many."""
+"""The HTTP request that a router's task serves, inherited by the tasks that it starts. Workers have none: a step
+serves many requests."""
 
 CONTEXT = "log_context"
 """The attribute of a log record with its LogContext; a record without one is about LOG_CONTEXT's request."""

@@ -1,15 +1,15 @@
-"""Every message on our own sockets, and their one encoding: typed msgpack arrays that begin with the type's tag.
+"""All messages on the project's own sockets, and their encoding: typed msgpack arrays that begin with the type's tag.
 
 Three kinds of connection exist. The token channel joins a router replica to a worker. The transfer control connection
 joins a rank of a worker that sends KV (the source) to one of a worker that receives it (the target); the KV bytes
 themselves go over data links beside it. These two begin with Hello from the connecting side and Welcome (or Refuse)
 from the listening side. The third joins the ranks of one worker, rank 0 to each other one. Rank 0 is the leader: it
-schedules, draws, and owns the block accounting. The others do as it says, in its order. What it says after its own step
-has ended it means to happen after theirs: see StepEnded. Numbers of transfers are its own.
+schedules, draws, and owns the block accounting. The others follow its messages in their order. A message that rank 0
+sends after the end of its own step takes effect after theirs: see StepEnded. Rank 0 numbers the transfers.
 
 msgspec is used because it checks every field's type while decoding and is faster than a generic unpacker.
 
-What a worker tells of the trials that `twostroke doctor` asks for.
+ProbeTimes is the answer of a worker to the trial transfers of `twostroke doctor`.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-from twostroke.protocol import kv_layout, log_context, requests, stats, verdicts
+from twostroke.protocol import blocked_requests, kv_layout, log_context, requests, stats
+from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE, BlockedRequest
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.log_context import NO_REQUEST, LogContext
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
-from twostroke.protocol.verdicts import MOST_TOLD, Verdict
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -39,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True):
-    """What data links a rank can be an end of."""
+    """The kinds of data links that a rank supports."""
 
     transports: tuple[str, ...]  # by preference
     machine: str  # equal where two processes can share memory and local sockets
@@ -48,7 +48,7 @@ class Reach(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVHello(msgspec.Struct, frozen=True, array_like=True):
-    """What the source's Hello adds on a transfer control connection."""
+    """The part of the source's Hello that a transfer control connection needs."""
 
     layout: KVLayout
     rank: int
@@ -58,7 +58,7 @@ class KVHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Message, frozen=True):
-    """Who connects, and whom it believes to reach."""
+    """The first message of the connecting side: its name, and the peer that it means to reach."""
 
     sender: Peer
     receiver: Peer
@@ -66,7 +66,7 @@ class Hello(Message, frozen=True):
 
 
 class KVWelcome(msgspec.Struct, frozen=True, array_like=True):
-    """What the target's Welcome adds on a transfer control connection. The target chooses the transport."""
+    """The part of the target's Welcome that a transfer control connection needs. The target chooses the transport."""
 
     layout: KVLayout
     rank: int
@@ -170,14 +170,14 @@ class SendPrefix(Message, frozen=True):
     log_context: LogContext = NO_REQUEST
 
 
-class Convicted(Message, frozen=True):
+class RequestsBlocked(Message, frozen=True):
     """Either way: requests that have taken workers down. The worker passes on to its other routers what is news to it.
 
-    It follows the worker's Welcome, if only to say that nothing is known: whoever has a channel knows what the worker
-    knows. A router tells what it has found out itself, and to a worker whose channel comes up what it knows.
+    It follows the worker's Welcome, even when it is empty: a router with a channel knows what the worker knows. A
+    router sends what it has found out itself, and to a worker whose channel comes up what it knows.
     """
 
-    verdicts: Annotated[tuple[Verdict, ...], msgspec.Meta(max_length=MOST_TOLD)]
+    requests: Annotated[tuple[BlockedRequest, ...], msgspec.Meta(max_length=MOST_IN_MESSAGE)]
 
 
 # --- transfer control, source to target ---
@@ -282,7 +282,7 @@ class TransferEnded(Message, frozen=True):
 
 
 class RankSequence(msgspec.Struct, frozen=True, array_like=True):
-    """As SequenceStep; how a token is drawn is the leader's business, but for what it needs of the others."""
+    """A SequenceStep as other ranks need it; the leader draws the tokens."""
 
     token_ids: tuple[int, ...]
     start: int
@@ -295,7 +295,7 @@ class RankSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankCopy(msgspec.Struct, frozen=True, array_like=True):
-    """As BlockCopy, each rank between its own cache and its own host memory."""
+    """A BlockCopy, which each rank makes between its own cache and its own host memory."""
 
     is_out: bool
     cache_blocks: tuple[int, ...]
@@ -311,29 +311,29 @@ class RankStep(Message, frozen=True):
 
 
 class StageExpertHits(Message, frozen=True):
-    """How often each expert of the rank's layers was chosen so far; now and then, from one rank of each stage."""
+    """Counts of how often each expert of the rank's layers was chosen, sent now and then by one rank of each stage."""
 
     layers: tuple[tuple[int, ...], ...]
 
 
 NOBODY = -1
-"""In place of an expert's number: a slot that holds none."""
+"""Expert number of a slot that holds none."""
 
 
 class LayerCopies(msgspec.Struct, frozen=True, array_like=True):
-    """Which experts of a layer a worker's ranks hold copies of. Each rank has an equal part of the experts of its own,
-    which never move, and behind those as many slots for copies as any other."""
+    """The experts of a layer that a worker's ranks hold copies of. Each rank owns an equal part of the experts, which
+    never move, and behind those has as many slots for copies as any other."""
 
     layer: int
     slots: tuple[tuple[int, ...], ...]  # by rank: the experts in its slots, or NOBODY
 
     def own_experts(self, rank: int, number: int) -> range:
-        """Of `number` experts, those whose home the rank is."""
+        """Return the experts, of `number`, whose home the rank is."""
         ranks = len(self.slots)
         return range(rank * number // ranks, (rank + 1) * number // ranks)
 
     def holders(self, number: int) -> list[list[tuple[int, int]]]:
-        """Of each of `number` experts, the ranks that hold it and its slot there: its home, then by rank."""
+        """Return the ranks that hold each of `number` experts, and its slot there: its home first, then by rank."""
         homes = [self.own_experts(rank, number) for rank in range(len(self.slots))]
         found = [[(rank, expert - home.start)] for rank, home in enumerate(homes) for expert in home]
         for rank, slots in enumerate(self.slots):
@@ -356,15 +356,14 @@ class ExpertMove(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ArrangeExperts(Message, frozen=True):
-    """Between the steps before and behind this: first take the experts as `copies` say, then make the moves, into slots
-    that no step reads."""
+    """New places of experts between two steps: use `copies` first, then move experts into slots that no step reads."""
 
     copies: tuple[LayerCopies, ...]
     moves: tuple[ExpertMove, ...]
 
 
 def most_step_bytes(*, max_tokens: int, max_sequences: int, blocks_of_one: int, host_blocks: int) -> int:
-    """How long a RankStep can get: its tokens, its sequences with block tables of `blocks_of_one`, and its copies."""
+    """Return the most bytes of a RankStep, by its tokens, sequences with `blocks_of_one` blocks, and copies."""
     number = 5  # bytes of one below 2^32, or of a length
     sequences = max_sequences * number * (blocks_of_one + 10)  # with what names and counts their parts
     return 64 + number * (max_tokens + 2 * host_blocks) + sequences
@@ -377,72 +376,36 @@ class StepEnded(Message, frozen=True):
     """
 
 
-class OpenTransfer(Message, frozen=True):
-    """As KVSender.open."""
-
-    number: int
-    ticket: Ticket
-    num_tokens: int
-    block_ids: tuple[int, ...]
-    num_ready_tokens: int
-
-
-class WindowsMoved(Message, frozen=True):
-    """As OutgoingTransfer.windows_moved."""
-
-    number: int
-    block_ids: tuple[int, ...]
-
-
-class TransferReady(Message, frozen=True):
-    """KV of the first `num_tokens` tokens is in the blocks: layer by layer as the rank's step under way computes them,
-    or all of it where none is."""
-
-    number: int
-    num_tokens: int
+TransferMethod = Literal[
+    "begin_transfer",
+    "decline_transfer",
+    "windows_moved",
+    "layer_ready",
+    "commit",
+    "abort",
+    "expect_transfer",
+    "keep_offer",
+    "refuse_offer",
+]
+"""Methods of KVSender, KVReceiver and their transfers. `layer_ready` says of all layers that KV of the first
+`num_tokens` tokens is in the blocks: layer by layer as the rank's step under way computes them, or all of it where no
+step is under way."""
 
 
-class CommitTransfer(Message, frozen=True):
-    """As OutgoingTransfer.commit."""
+class TransferCall(Message, frozen=True):
+    """A call on KV transfer by the leader, which every rank repeats on its own part; the fields are its arguments.
 
-    number: int
-    first_token: SampledToken | None
+    `begin_transfer` and `expect_transfer` are answered by a TransferEnded, once the rank's part has ended.
+    """
 
-
-class DeclineTransfer(Message, frozen=True):
-    """As KVSender.decline."""
-
-    ticket: Ticket
-    reason: str
-
-
-class ExpectTransfer(Message, frozen=True):
-    """As KVReceiver.expect."""
-
-    number: int
-    ticket: Ticket
-    block_ids: tuple[int, ...]
-    num_tokens: int
-    skip_tokens: int
-
-
-class KeepTransfer(Message, frozen=True):
-    """As KVReceiver.keep."""
-
-    ticket: Ticket
-
-
-class RefuseTransfer(Message, frozen=True):
-    """As KVReceiver.refuse."""
-
-    ticket: Ticket
-
-
-class AbortTransfer(Message, frozen=True):
-    """Give a transfer up, outgoing or incoming; its TransferEnded still follows."""
-
-    number: int
-    reason: str
+    method: TransferMethod
+    number: int = 0  # the transfer's; 0 where the call concerns none that has begun
+    ticket: Ticket | None = None  # of calls on a KVSender or KVReceiver
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_here: int = 0  # tokens that need not be computed (begin_transfer) or sent (expect_transfer)
+    first_token: SampledToken | None = None
+    reason: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -463,7 +426,7 @@ def decode_message(payload: bytes | memoryview) -> Message:
 
 
 class ProbeTimes(msgspec.Struct, frozen=True):
-    """What the source of a row of trial transfers has seen."""
+    """The times of a row of trial transfers, as their source has seen them."""
 
     seconds: tuple[float, ...]  # of each transfer, from its offer to its verification
     transport: str  # as in the configuration; of several ranks' links that differ, all of them
@@ -472,7 +435,7 @@ class ProbeTimes(msgspec.Struct, frozen=True):
 
 
 _MEANING = 1
-"""To be raised where what travels comes to mean something else, and its fields stay the same."""
+"""Version to raise where a message changes its meaning while its fields stay the same."""
 
 
 def fingerprint(structs: Iterable[type[msgspec.Struct]]) -> str:
@@ -495,5 +458,5 @@ def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-PROTOCOL = fingerprint(structs_of(sys.modules[__name__], kv_layout, log_context, requests, stats, verdicts))
+PROTOCOL = fingerprint(structs_of(sys.modules[__name__], blocked_requests, kv_layout, log_context, requests, stats))
 """The version of all that travels between processes: they understand each other where it is the same."""

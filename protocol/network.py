@@ -1,17 +1,90 @@
-"""The network as a constructor argument: live TCP, or memory on virtual time (tests/simulation).
+"""The network as a constructor argument: live TCP with authenticated frames, or memory on virtual time (simulator).
 
-The live network: authenticated frames over TCP, on asyncio.
+    u32 length of payload | 16 bytes of HMAC-SHA256(session key, direction | counter | payload) | payload
+
+Each side opens with a hello of magic, version and nonce. The session key comes from the cluster's secret and both
+hellos, so a recorded stream can't be replayed; the counter refuses dropped, repeated or reordered frames. Fields travel
+by position, and two versions would misread each other: the version is that of all messages together. The length is
+checked against a cap before anything is allocated.
 """
 
 import asyncio
+import hashlib
+import hmac
+import secrets
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.frames import HEADER_BYTES, HELLO_BYTES, FrameCodec, draw_hello
+from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.messages import PROTOCOL, Message, decode_message, encode_message
 from twostroke.protocol.requests import Address
+
+MAGIC = b"2STROKE2"
+VERSION_BYTES = 8
+NONCE_BYTES = 16
+HELLO_BYTES = len(MAGIC) + VERSION_BYTES + NONCE_BYTES
+MAC_BYTES = 16
+HEADER_BYTES = 4 + MAC_BYTES
+MAX_PAYLOAD_BYTES = 8 * 1024 * 1024
+MAX_FIRST_PAYLOAD_BYTES = 16 * 1024  # until a right MAC has shown that the peer is no stranger; hellos are far smaller
+
+_LENGTH = struct.Struct("<I")
+_COUNTER = struct.Struct("<Q")
+
+
+def draw_hello(version: bytes) -> bytes:
+    """The first bytes of each side, whose messages are of this version: VERSION_BYTES."""
+    return MAGIC + version + secrets.token_bytes(NONCE_BYTES)
+
+
+def _version_of(hello: bytes) -> str:
+    return hello[len(MAGIC) : len(MAGIC) + VERSION_BYTES].hex()
+
+
+class FrameCodec:
+    """Seals and opens the frames of one side of one connection."""
+
+    def __init__(self, secret: bytes, connector_hello: bytes, listener_hello: bytes, *, is_connector: bool):
+        """Raises ProtocolError where the peer's hello is none, or its messages are of another version."""
+        for hello in (connector_hello, listener_hello):
+            if len(hello) != HELLO_BYTES or not hello.startswith(MAGIC):
+                raise ProtocolError("the peer does not speak this protocol")
+        ours, theirs = map(_version_of, (connector_hello, listener_hello)[:: 1 if is_connector else -1])
+        if ours != theirs:
+            raise ProtocolError(f"the peer runs another version: its messages are {theirs}, ours are {ours}")
+        self._key = hmac.digest(secret, b"session" + connector_hello + listener_hello, hashlib.sha256)
+        self._sealing, self._opening = (b"C", b"L") if is_connector else (b"L", b"C")
+        self._sealed = 0
+        self._opened = 0
+
+    def seal(self, payload: bytes) -> bytes:
+        """The frame around `payload`. Raises ValueError for one over the cap."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {len(payload)} bytes is over the cap of {MAX_PAYLOAD_BYTES}")
+        mac = self._mac(self._sealing, self._sealed, payload)
+        self._sealed += 1
+        return _LENGTH.pack(len(payload)) + mac + payload
+
+    def payload_bytes(self, header: bytes) -> int:
+        """The payload's length as the next frame's header tells it. Raises ProtocolError for one over the cap."""
+        (length,) = _LENGTH.unpack_from(header)
+        cap = MAX_PAYLOAD_BYTES if self._opened else MAX_FIRST_PAYLOAD_BYTES
+        if length > cap:
+            raise ProtocolError(f"a frame of {length} bytes is over the cap of {cap}")
+        return int(length)
+
+    def open(self, header: bytes, payload: bytes) -> bytes:
+        """`payload`, once its MAC is found right. Raises ProtocolError otherwise."""
+        expected = self._mac(self._opening, self._opened, payload)
+        if not hmac.compare_digest(expected, header[4:HEADER_BYTES]):
+            raise ProtocolError("a frame's MAC is wrong: another cluster's secret, or a damaged stream")
+        self._opened += 1
+        return payload
+
+    def _mac(self, direction: bytes, counter: int, payload: bytes) -> bytes:
+        return hmac.digest(self._key, direction + _COUNTER.pack(counter) + payload, hashlib.sha256)[:MAC_BYTES]
 
 
 class Connection(Protocol):
@@ -19,7 +92,7 @@ class Connection(Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What `send` has accepted and the peer's side has not yet taken."""
+        """Bytes that `send` has accepted and the peer has not yet taken."""
 
     def send(self, message: Message) -> None:
         """Queue `message` behind those before it; never waits. Raises ConnectionLost."""
@@ -42,7 +115,7 @@ class Listener(Protocol):
 
     @property
     def address(self) -> Address:
-        """Where peers can reach it (the port is the one really bound)."""
+        """Address where peers can reach it, with the port that is bound."""
 
     async def close(self) -> None:
         """Stop accepting, and cancel the handlers of open connections and wait for them."""

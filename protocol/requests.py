@@ -1,9 +1,7 @@
 """A request as the workers know it: token ids in, token ids out. Text, HTTP and JSON end at the router.
 
-Permission for one transfer: minted by the router, bound to one request, two workers and their epochs.
-
-The worker that receives KV accepts it only with a ticket it can verify, made out to itself, and not seen before. KV
-goes from prefill to decode workers, and back, or between prefill workers, where a prefix is pulled.
+A `Ticket` permits one transfer. The router mints it for one request, two workers and their epochs. The worker that
+receives KV accepts it only with a ticket that it can verify, that names it, and that it has not seen before.
 """
 
 import hashlib
@@ -45,19 +43,19 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class ScoringParams(msgspec.Struct, frozen=True):
-    """What is read off a prompt while its KV is computed."""
+    """Scores or embeddings to take from a prompt while its KV is computed."""
 
     logprobs: int | None = None  # of each token but the first, with so many alternatives; None: none
     pooling: Pooling | None = None  # of the hidden states behind the last norm, to an embedding
 
     @property
     def needs_all(self) -> bool:
-        """Whether every position must be computed, whatever the prefix cache has: KV alone tells nothing of a token."""
+        """Return whether every position must be computed despite the prefix cache: scores need more than KV."""
         return self.logprobs is not None or self.pooling == "mean"
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """What a request's SLO class promises, in the workers' words. Durations only, since processes share no clock."""
+    """The promises of a request's SLO class to the workers. Durations only, since processes share no clock."""
 
     class_name: str = "standard"
     priority: int = 0  # whoever has a higher one goes first, and gives way last
@@ -108,7 +106,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine step adds to one request."""
+    """The tokens that one engine step adds to one request."""
 
     request_id: str
     index: int  # output index of the first of `tokens`; the prompt's end is 0
@@ -119,7 +117,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True):
-    """How likely a prompt's tokens were, from the second on: a row each. Little-endian numbers, row by row."""
+    """Log-probabilities of a prompt's tokens, from the second on: a row each. Little-endian numbers, row by row."""
 
     num_alternatives: int
     token_ids: bytes  # int32 [rows, alternatives]: the likeliest first
@@ -128,7 +126,7 @@ class PromptScores(msgspec.Struct, frozen=True):
 
 
 class PrefillReply(msgspec.Struct, frozen=True):
-    """What the prefill worker's call returns, as soon as the first token is drawn.
+    """The result of the prefill worker's call, returned as soon as the first token is drawn.
 
     A decode worker's, too, where a prompt is read alone.
     """
@@ -143,7 +141,7 @@ class PrefillReply(msgspec.Struct, frozen=True):
 
 
 class DecodeReply(msgspec.Struct, frozen=True):
-    """What the decode worker's call returns when the request has ended there."""
+    """The result of the decode worker's call, returned when the request has ended there."""
 
     num_output_tokens: int
     finish_reason: FinishReason | None  # None: cancelled
@@ -154,7 +152,7 @@ class DecodeReply(msgspec.Struct, frozen=True):
 
 
 def finish_reason(request: GenerateRequest, num_output_tokens: int, last_token: int) -> FinishReason | None:
-    """Whether a request ends with `last_token`, its `num_output_tokens`-th output token (from 1).
+    """Return how a request ends with `last_token`, its `num_output_tokens`-th output token (from 1); None: it goes on.
 
     Prefill and decode workers both ask this, so they can't disagree.
     """
@@ -224,7 +222,7 @@ MAC_BYTES = 16
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process listens."""
+    """The host and port on which a process listens."""
 
     host: str
     port: int

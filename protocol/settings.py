@@ -1,4 +1,4 @@
-"""What a part's section of the configuration file is: a frozen pydantic model beside whatever it configures.
+"""Base of a section of the configuration file: a frozen pydantic model beside the code that it configures.
 
 `cluster/config` composes the sections, reads them from YAML, and tells what is wrong as a ConfigError with the
 setting's path. Built directly, as by tests, a section raises pydantic's ValidationError, which is a ValueError.

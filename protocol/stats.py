@@ -1,11 +1,10 @@
-"""What a worker tells about itself: for routing, for metrics, for `twostroke status`.
+"""Facts and numbers that a worker reports: for routing, for metrics, for `twostroke status`.
 
-How long an engine step takes, as a function of what is in it: workers fit it, routers and schedulers ask it.
-
-The form is that of the rooflines of prefill and decode: a constant (weights are read once a step), the products of
-prompt tokens, attention over pairs of a prompt token and what it sees, then what every decoding row and every token of
-its context add. Of a mixture's experts a step reads those that its tokens hit: nearly all with a chunk of a prompt, few
-in a small batch of decodes.
+`StepCosts` predicts how long an engine step takes from its contents. Workers fit it; routers and schedulers use it. It
+has the form of the rooflines of prefill and decode: a constant (weights are read once a step), the products of prompt
+tokens, attention over pairs of a prompt token and each token that it sees, then the cost of each decoding row and of
+each token of its context. A mixture of experts reads only the experts that its tokens hit: nearly all with a chunk of a
+prompt, few in a small batch of decodes.
 """
 
 from collections.abc import Iterable
@@ -43,11 +42,11 @@ class StepCosts(msgspec.Struct, frozen=True, array_like=True):
         return self.base_s + self.experts_s * (1.0 - missed)
 
     def prompt_s(self, num_new: int, num_before: int = 0) -> float:
-        """What `num_new` prompt tokens after `num_before` others add to steps, the constant aside."""
+        """Return the seconds that `num_new` prompt tokens after `num_before` others add to steps (no constant)."""
         return num_new * (self.token_s + self.pair_s * (num_before + num_new / 2))
 
     def decode_s(self, num_rows: int, num_context_tokens: int) -> float:
-        """What so many decoding requests with so many tokens of context, all together, add to a step."""
+        """Return the seconds that decoding requests with so many tokens of context in all add to a step."""
         return num_rows * self.row_s + num_context_tokens * self.context_s
 
     def prefill_s(self, num_new: int, num_before: int, step_tokens: int) -> float:
@@ -95,13 +94,13 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     @property
     def full_contexts(self) -> float:
-        """How many requests of the longest context the cache has room for."""
+        """Requests of the longest context that fit into the cache."""
         needed = self.layout.groups.blocks_of(self.max_context, self.layout.block_size, self.max_step_tokens)
         return self.num_blocks / max(1, needed)
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True):
-    """What requests of one SLO class still have to be computed before they decode."""
+    """The prompt work of one SLO class that a worker still has before it."""
 
     class_name: str
     priority: int

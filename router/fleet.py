@@ -15,14 +15,14 @@ from twostroke.protocol.stats import WorkerInfo
 
 
 class Fleet(Protocol):
-    """Who is there, and how to call them. Tokens don't come this way but by the token channel.
+    """The workers of the fleet, and calls to them. Tokens come by the token channel instead.
 
     A call holds the request's place at the worker and ends with it. Cancelling the awaiting task cancels the request
     there. Calls raise WorkerLost when the worker dies or is gone, and RequestError when it refuses the request.
     """
 
     def workers(self) -> Sequence[WorkerInfo]:
-        """Those alive now, of both roles."""
+        """Return the live workers of both roles."""
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -32,8 +32,8 @@ class Fleet(Protocol):
         With `pull`, its source has been asked to send the KV of the prompt's beginning.
         """
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        """Read something off a prompt, on a worker of either role that does nothing else with it."""
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        """Score or embed a prompt, on a worker of either role that does nothing else with it."""
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -65,7 +65,7 @@ class PathEstimate(msgspec.Struct, frozen=True):
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token."""
+        """Predicted time to first token."""
         return self.queue_s + self.pull_s + self.prefill_s
 
 
@@ -87,11 +87,11 @@ class Path(msgspec.Struct, frozen=True):
     source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
     estimate: PathEstimate | None = None  # None: the workers have not told their costs yet, or nobody asks for them
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
-    is_trial: bool = False  # taken not for its costs but to see whether they are true
+    is_cost_probe: bool = False  # taken not for its costs but to see whether they are true
 
     @property
-    def reader(self) -> WorkerInfo:
-        """Who computes the prompt."""
+    def prompt_worker(self) -> WorkerInfo:
+        """The worker that computes the prompt."""
         return self.prefill or self.decode
 
     @property
@@ -105,5 +105,5 @@ class Path(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> tuple[Peer, ...]:
-        """Who serves the attempt, who computes the prompt first."""
+        """The workers that serve the attempt, first the one that computes the prompt."""
         return (self.decode.peer,) if self.prefill is None else (self.prefill.peer, self.decode.peer)

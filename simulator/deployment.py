@@ -28,7 +28,7 @@ from twostroke.simulator.sim_fleet import FleetPlan, SimFleet, SimProcess
 from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
-from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7
@@ -308,11 +308,11 @@ class _Deployment:
         self._began_s = self._clock()
         lengths = [WARM_PROMPTS[number % len(WARM_PROMPTS)] for number in range(self._warm)]
         for number in range(0, len(lengths), WARM_AT_A_TIME):
-            asked = [
+            requests = [
                 TracedRequest(0.0, tuple(random.Random(number + index).choices(range(10_000), k=tokens)), WARM_ANSWER)
                 for index, tokens in enumerate(lengths[number : number + WARM_AT_A_TIME])
             ]
-            await asyncio.gather(*(self._converse(one, 0.0, router) for one in asked))
+            await asyncio.gather(*(self._converse(one, 0.0, router) for one in requests))
 
     async def _use(self, users: Users, router: SimRouter) -> None:
         at_s = 0.0
@@ -321,30 +321,30 @@ class _Deployment:
 
     async def _converse(self, first: TracedRequest, at_s: float, router: SimRouter) -> float:
         """All turns of one conversation, from `at_s` on, as far as they are answered. Returns when the last ended."""
-        said: tuple[int, ...] = ()
+        history: tuple[int, ...] = ()
         for traced in (first, *first.then):
             if traced is not first:
                 at_s = self._clock() - self._began_s + traced.at_s
                 if at_s >= self._until_s:
                     break
             await asyncio.sleep(max(0.0, self._began_s + at_s - self._clock()))
-            said += traced.token_ids
-            served = await self._ask(said, at_s, traced, router)
+            history += traced.token_ids
+            served = await self._ask(history, at_s, traced, router)
             self._served.append(served)
             if served.refused:
                 await asyncio.sleep(0.0 if self._users is None else UNANSWERED_S)
                 break
-            said += (ANSWER,) * traced.num_output_tokens
+            history += (ANSWER,) * traced.num_output_tokens
         return self._clock() - self._began_s
 
     async def _ask(
-        self, said: tuple[int, ...], at_s: float, traced: TracedRequest, router: SimRouter
+        self, history: tuple[int, ...], at_s: float, traced: TracedRequest, router: SimRouter
     ) -> SimulatedRequest:
         request = GenerateRequest(
             request_id=f"template-{len(self._served)}",
             router_id="",
-            token_ids=said,
-            num_prompt_tokens=len(said),
+            token_ids=history,
+            num_prompt_tokens=len(history),
             sampling=SamplingParams(temperature=0.0),
             max_tokens=traced.num_output_tokens,
             promise=traced.promise,

@@ -13,7 +13,7 @@ import numpy as np
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, group_table
-from twostroke.worker.block_pool import BlockPool
+from twostroke.worker.scheduling.block_pool import BlockPool
 
 KV_HEADS = 2
 GARBAGE = 0xEEEE

@@ -140,12 +140,12 @@ class SimFleet(Generic[EngineT]):
         transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=plan.max_chunk_bytes)
         parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, plan.transports)
         clock = asyncio.get_running_loop().time
-        equipment = WorkerDeps(
+        deps = WorkerDeps(
             peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
         )
         if is_prefill:
-            return PrefillWorker(plan.prefill, equipment), engine, parts
-        return DecodeWorker(plan.decode, equipment, swap_space), engine, parts
+            return PrefillWorker(plan.prefill, deps), engine, parts
+        return DecodeWorker(plan.decode, deps, swap_space), engine, parts
 
     def crash(self, process: SimProcess[EngineT]) -> None:
         """Take a worker away at once."""
@@ -220,7 +220,7 @@ class SimFleet(Generic[EngineT]):
             raise WorkerLost("the simulation loses this prefill's reply")
         return reply
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         reply: PrefillReply = await self._call("read", worker, request)
         return reply
 

@@ -8,6 +8,7 @@ from twostroke.protocol.requests import Peer
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
@@ -39,15 +40,13 @@ class SimRouter(VirtualProcess):
 
     def _make(self, config: PipelineConfig, slo: SLOConfig) -> tuple[TokenChannels, Admission, Pipeline]:
         clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
-        channels = TokenChannels(network=self._fabric.at(self.host), peer=peer, clock=clock)
+        knowledge = FleetKnowledge(network=self._fabric.at(self.host), router=peer, clock=clock, config=config)
+        channels = knowledge.channels
         admission = Admission(config=slo, stats=channels.stats, clock=clock)
         pipeline = Pipeline(
             fleet=self._reach(channels),
-            channels=channels,
+            knowledge=knowledge,
             secret=SECRET,
-            clock=clock,
-            router=peer,
-            config=config,
             draw_id=_numbered(f"r{self._index}"),
             draw=random.Random(self._index).random,
             admit=admission.admit,

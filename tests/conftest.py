@@ -1,4 +1,4 @@
-"""What all tests share: how garbage is collected while thousands of them run in one process."""
+"""Garbage collection of all tests, thousands of which run in one process."""
 
 import gc
 
@@ -11,6 +11,6 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """From here on, no collection looks through them again."""
+    """Freeze the collected tests, so that no garbage collection looks through them again."""
     gc.freeze()
     gc.enable()

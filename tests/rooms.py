@@ -75,7 +75,8 @@ def imported_by(room: str) -> set[str]:
 
 
 def arrows() -> list[tuple[str, str]]:
-    """Who imports whom, without what follows from other arrows. Raises ValueError where arrows run in a circle."""
+    """Return who imports whom, without what follows from other arrows. Raises ValueError where arrows run in a
+    circle."""
     direct = {room: imported_by(room) for room in rooms()}
     reached = {room: _reached(room, direct) for room in direct}
     return [
@@ -126,7 +127,7 @@ def _imports(folder: Path) -> Iterator[str]:
 
 
 def cells(room: str) -> list[str]:
-    """What a room holds: its smaller rooms, or the files of one without any."""
+    """Return a room's smaller rooms, or the files of one without any."""
     inner = sorted(path.parent.name + "/" for path in (ROOT / room).glob("*/__init__.py"))
     return inner or sorted(path.stem for path in (ROOT / room).glob("*.py") if path.stem != "__init__")
 
@@ -174,7 +175,7 @@ def _boxes() -> dict[str, Box]:
 
 
 def _rows(room: str, width: float) -> Iterator[list[str]]:
-    """What stands side by side in a room of that width. A tall room shows its floors."""
+    """Yield the cells that stand side by side in a room of that width. A tall room shows its floors."""
     inner = inner_floors(room) if room in TALL else []
     floors = [[f"{name}/" for name in names] for names in inner] or [cells(room)]
     for floor in floors:
@@ -225,7 +226,8 @@ def _drawn(room: str, box: Box) -> list[str]:
 
 
 def _arrow(start: Box, end: Box) -> str:
-    """From the bottom of a room to the top of the one that it imports, straight down where both have a column."""
+    """Draw an arrow from the bottom of a room to the top of the one that it imports, straight down where both have a
+    column."""
     left, right = max(start.x, end.x), min(start.x + start.width, end.x + end.width)
     from_x = to_x = (left + right) / 2
     if left >= right:

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the sources: docs/design/architecture.md, "Rooms and import directions"."""
+"""Rooms import only those that docs/design/architecture.md allows, read from the sources."""
 
 import ast
 import subprocess
@@ -111,6 +111,7 @@ INNER_ORDER = {
         {"routing"},
         {"health", "observe"},
         {"slo", "channels", "text"},
+        {"attempt_events"},
         {"fleet"},
     ),
     "cluster": (
@@ -192,7 +193,8 @@ def test_nothing_is_unpickled_and_no_objects_go_through_collectives() -> None:
 
 
 def may_unpickle(call: ast.Call, function: ast.Attribute) -> bool:
-    """Whether a call runs code out of the bytes that it reads. torch.load does not where it loads weights only."""
+    """Return whether a call runs code out of the bytes that it reads. torch.load does not where it loads weights
+    only."""
     if function.attr == "load" and ast.unparse(function) == "torch.load":
         keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         return keywords.get("weights_only") != "True"

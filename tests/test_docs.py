@@ -1,4 +1,4 @@
-"""What the documentation names is there: files, folders, links, make targets, commands and their options."""
+"""Everything that the documentation names exists: files, folders, links, make targets, commands and their options."""
 
 import re
 from collections import defaultdict
@@ -21,7 +21,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
 def code(page: Path) -> Iterator[str]:
-    """What stands between backticks, and the lines of blocks, without what indents them."""
+    """Yield what stands between backticks, and the lines of blocks without their indent."""
     for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
         yield from re.findall(r"`([^`]+)`", line)
         yield line.strip()
@@ -38,7 +38,7 @@ def test_every_file_and_link_is_there(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them, and those that are set by hand."""
+    """Return the anchors of a page's headings, as GitHub makes them, and those that are set by hand."""
     text = page.read_text(encoding="utf-8")
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     by_hand = re.findall(r'<a id="([^"]+)">', text)

@@ -21,10 +21,10 @@ import pytest
 from tests.gpu.first import environment, kernel_times, start
 from tests.gpu.first.facts import facts_of, shown
 from tests.model.conftest import write_checkpoint
-from twostroke.benchmarks import transfer
 from twostroke.benchmarks.gpu import command
 from twostroke.benchmarks.gpu.command import KINDS, GpuReport
 from twostroke.benchmarks.gpu.limits import LimitRow
+from twostroke.benchmarks.transfers import transfer
 
 __all__ = ["write_checkpoint"]
 
@@ -155,7 +155,8 @@ def imports_of(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def on_the_host() -> dict[str, Any]:
-    """What breaks, and what is selected, where only the host's packages and the packed wheels can be imported."""
+    """Return what breaks, and what is selected, where only the host's packages and the packed wheels can be
+    imported."""
     files = [*(ROOT / "tests/gpu").rglob("*.py"), *(ROOT / "benchmarks/gpu").glob("*.py")]
     asked = {
         "importable": importable(),
@@ -233,7 +234,7 @@ esac
 
 @pytest.mark.parametrize("part", "ABCT")
 def test_every_step_leaves_its_facts(part: str, tmp_path: Path) -> None:
-    """With a python3 that does nothing but note them."""
+    """Steps run with a python3 that does nothing but note them."""
     python = tmp_path / "python3"
     installed, wheels = tmp_path / "installed", tmp_path / "wheels"
     python.write_text(PYTHON.format(python=sys.executable, installed=installed))

@@ -1,4 +1,4 @@
-"""What is installed: everything under one name, and each part with the packages that it needs alone."""
+"""Everything is installed under one name, and each part with the packages that it alone needs."""
 
 import ast
 import os
@@ -210,7 +210,7 @@ NOT_SHIPPED = (".git", ".venv", ".tools", "build", "dist", "__pycache__", ".*_ca
 
 
 def built(how: str, folder: Path) -> Path:
-    """What setuptools makes in this folder, as `python -m build` has it do."""
+    """Return what setuptools makes in this folder, as `python -m build` has it do."""
     script = f"from setuptools.build_meta import build_{how} as build; print(build('dist'))"
     done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The line that a worker logs of each call when it has ended, and of what a request alone has failed of.
+"""The log line of each call that has ended, and of a request that failed alone.
 
 One line a call, never one a token. No line has a word of a prompt or an answer.
 """
@@ -18,8 +18,8 @@ _log = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT", PrefillReply, DecodeReply)
 
-_TOLD = ("finish_reason", "num_output_tokens", "num_cached_tokens", "queue_s", "prefill_s", "transfer_s")
-"""The fields of replies that a line has."""
+_LOGGED_FIELDS = ("finish_reason", "num_output_tokens", "num_cached_tokens", "queue_s", "prefill_s", "transfer_s")
+"""The fields of replies that stand in the log line."""
 
 
 async def logged(call: str, request: GenerateRequest, clock: Clock, reply: Awaitable[ReplyT]) -> ReplyT:
@@ -27,32 +27,34 @@ async def logged(call: str, request: GenerateRequest, clock: Clock, reply: Await
     if not _log.isEnabledFor(logging.INFO):
         return await reply
     began, outcome = clock(), "was cancelled"
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     try:
         answer = await reply
         outcome = "was cancelled" if getattr(answer, "finish_reason", "") is None else "is done"
-        found = {name: getattr(answer, name, None) for name in _TOLD}
-        told = {name.removeprefix("num_"): _shown(value) for name, value in found.items() if value is not None}
+        found = {name: getattr(answer, name, None) for name in _LOGGED_FIELDS}
+        fields = {name.removeprefix("num_"): _rounded(value) for name, value in found.items() if value is not None}
         return answer
     except CallCancelled:
         raise
     except Exception as error:
-        # The words of other errors may be private.
+        # The messages of other errors may be private.
         outcome = f"failed: {loggable(error)}" if isinstance(error, TwostrokeError) else "failed"
-        told = {"error": type(error).__name__}
+        fields = {"error": type(error).__name__}
         raise
     finally:
-        numbers = {"prompt_tokens": request.num_prompt_tokens, "e2e_s": _shown(clock() - began)}
-        _log.info("%s %s", call, outcome, extra=about(request.log_context, **numbers, **told))
+        numbers = {"prompt_tokens": request.num_prompt_tokens, "e2e_s": _rounded(clock() - began)}
+        _log.info("%s %s", call, outcome, extra=about(request.log_context, **numbers, **fields))
 
 
-def _shown(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
 def failed_alone(request: GenerateRequest, error: BaseException) -> RequestError:
-    """Log what one request has failed of; returns what its client is told. The error's own words may be the prompt's,
-    and go nowhere."""
+    """Log why one request has failed, and return the error for its client.
+
+    The error's own message may quote the prompt, and is neither logged nor returned.
+    """
     extra = about(request.log_context)
     if isinstance(error, BrokenLogits):
         _log.error("a request has failed: its logits were NaN or infinite", extra=extra)

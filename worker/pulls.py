@@ -1,28 +1,28 @@
-"""KV that moves between a worker and others: transfers that outlive their requests, prefixes pulled and prefixes sent.
+"""KV between a worker and others: transfers that outlive their requests, prefixes pulled, and prefixes exported.
 
-A pulled prefix is the beginning of a prompt that comes from another worker's prefix cache: the offer, the transfer, and
-going on without. Nobody waits for a pull in vain for long, and none that fails is anybody's error: the prompt is
-computed here.
+A pulled prefix is the beginning of a prompt that arrives from another worker's prefix cache. Where its offer does not
+arrive soon, or its transfer fails, the prompt is computed here; no request fails for it.
 
-An exported prefix is what a worker's cache holds, sent to another that was told to expect it. The blocks are referenced
-from the match to the transfer's end, however it ends. A source waits for nobody to have something to send: its KV is
-there already.
+An exported prefix is a part of this worker's cache, sent to another worker that expects it. Its blocks are referenced
+from the match to the transfer's end. All its KV is there when the transfer begins.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from twostroke.kvtransfer.sides import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.ranks import Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.log_context import LogContext, about
 from twostroke.protocol.requests import Ticket
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.queue_order import JobT
-from twostroke.worker.scheduler import Scheduler
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.job import WorkerJob
+from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.step_loop import StepLoop
 
 _log = logging.getLogger(__name__)
 
@@ -30,108 +30,119 @@ ResultT = TypeVar("ResultT")
 
 
 class Transfers:
-    """Tasks that see a worker's transfers to their ends. Until then the blocks stay, whatever becomes of requests."""
+    """Tasks that wait for the ends of a worker's transfers. Blocks stay until then, whatever becomes of requests."""
 
-    def __init__(self, ended: Callable[[], None]):
-        """`ended` is called after each."""
-        self._ended = ended
+    def __init__(self, loop: StepLoop | None = None):
+        """`loop` is woken after each end: blocks may be free, or nothing left to do."""
+        self._loop = loop
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def is_busy(self) -> bool:
-        """Whether any KV may still be read or written."""
+        """True while a transfer may still read or write blocks."""
         return bool(self._tasks)
 
-    def see(self, transfer: Coroutine[Any, Any, ResultT], name: str) -> "asyncio.Task[ResultT]":
-        """Run a transfer, and what follows from its end."""
+    def track(self, transfer: Coroutine[Any, Any, ResultT], name: str) -> "asyncio.Task[ResultT]":
+        """Run a transfer, and what follows from its end, in a task that outlives its request."""
         task = asyncio.create_task(transfer, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._has_ended)
         return task
 
-    async def ended(self) -> None:
-        """Wait until no transfer is under way: soon after both sides are closed, which lets none begin."""
+    async def all_ended(self) -> None:
+        """Wait until no transfer is under way: soon after both sides are closed, so that none can begin."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _has_ended(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        self._ended()
+        if self._loop is not None:
+            self._loop.wake()
 
 
-@dataclass(kw_only=True, eq=False)
-class Pulls(Generic[JobT]):
-    """One worker's pulls. What it tells is told on the event loop, and must not wait."""
+class PullingWorker(Protocol):
+    """The worker as its pulls see it. No call waits."""
 
+    def admit_offered(self) -> None: ...
+
+    def pulled(self, job: WorkerJob, num_tokens: int) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Pulls:
+    """One worker's pulls: prefixes that arrive from other workers' caches."""
+
+    worker: PullingWorker
     receiver: ReceivingSide
     offers: AwaitedOffers
     transfers: Transfers
-    scheduler: Scheduler[JobT]
-    wait_s: float  # so long an offer is waited for
-    admit: Callable[[], None]  # an offer has come: let in whose turn it is, though a step may be under way
-    came: Callable[[JobT, int], None]  # a pull has spared so many tokens, whose KV is in the job's blocks
-    wake: Callable[[], None]  # there may be something to do
-    _expected: dict[JobT, Ticket] = field(default_factory=dict, init=False)  # offers neither taken nor refused
-    _incoming: dict[JobT, Incoming] = field(default_factory=dict, init=False)
+    scheduler: Scheduler
+    wait_s: float  # longest wait for an offer
+    _expected: dict[WorkerJob, Ticket] = field(default_factory=dict, init=False)  # offers neither taken nor refused
+    _incoming: dict[WorkerJob, Incoming] = field(default_factory=dict, init=False)
 
-    def expect(self, job: JobT, ticket: Ticket) -> None:
+    def await_offer(self, job: WorkerJob, ticket: Ticket) -> None:
         """Wait for the offer to a job that awaits one; it may be here already."""
         self._expected[job] = ticket
-        self.offers.wait(
-            ticket, self.wait_s, came=lambda: self._offered(job, ticket), missing=lambda: self._not_offered(job)
+        self.offers.await_offer(
+            ticket,
+            self.wait_s,
+            on_offered=lambda: self._offered(job, ticket),
+            on_missing=lambda: self._not_offered(job),
         )
 
-    def begin(self, job: JobT) -> None:
-        """Let the offered KV into the blocks of a job that was admitted to pull."""
+    def begin_pull(self, job: WorkerJob) -> None:
+        """Receive the offered KV into the blocks of a job that was admitted to pull."""
         sequence, num_tokens = job.sequence, job.offered_tokens
-        incoming = self._incoming[job] = self.receiver.expect(
+        incoming = self._incoming[job] = self.receiver.expect_transfer(
             self._expected.pop(job), sequence.block_ids, num_tokens, skip_tokens=sequence.num_computed
         )
-        self.transfers.see(self._see_in(job, incoming), f"pull {job.request.request_id}")
+        self.transfers.track(self._await_pull(job, incoming), f"pull {job.request.request_id}")
 
-    def refuse(self, job: JobT) -> None:
-        """Take no offer any more. Harmless where none is expected, or it is taken already."""
+    def refuse_offer(self, job: WorkerJob) -> None:
+        """Refuse the job's offer. Harmless where none is expected, or it is taken already."""
         ticket = self._expected.pop(job, None)
         if ticket is not None:
-            self.offers.refuse(ticket)
+            self.offers.refuse_offer(ticket)
 
-    def give_up(self, job: JobT, reason: str) -> None:
-        """Nobody wants the job's prefix any more, wherever its pull stands. Its blocks may be written a little longer.
+    def give_up_pull(self, job: WorkerJob, reason: str) -> None:
+        """Give up the job's pull, in whatever state it is. Its blocks may be written a little longer.
 
         Harmless where nothing is pulled.
         """
-        self.refuse(job)
+        self.refuse_offer(job)
         if job in self._incoming:
             self._incoming[job].abort(reason)
 
-    def _offered(self, job: JobT, ticket: Ticket) -> None:
+    def _offered(self, job: WorkerJob, ticket: Ticket) -> None:
         num_tokens = self.receiver.offered_tokens(ticket.transfer_id)
         if not num_tokens:  # it was withdrawn again
             self._not_offered(job)
             return
         self.scheduler.offered_prefix(job, num_tokens)
-        self.admit()
-        self.wake()
+        self.worker.admit_offered()
 
-    def _not_offered(self, job: JobT) -> None:
-        self.refuse(job)
+    def _not_offered(self, job: WorkerJob) -> None:
+        self.refuse_offer(job)
         self.scheduler.no_prefix(job)
-        self.wake()
+        self.worker.wake()
 
-    async def _see_in(self, job: JobT, incoming: Incoming) -> None:
-        """Until the transfer ends the blocks stay the job's, whatever becomes of the job."""
+    async def _await_pull(self, job: WorkerJob, incoming: Incoming) -> None:
+        """Wait for the end of a pull. Until then the blocks stay the job's, whatever becomes of the job."""
         try:
             await incoming.verified()
         except TransferFailed as error:
-            _log.warning("the prefix did not come: %s", error, extra=about(job.request.log_context))
+            _log.warning("the prefix was not received: %s", error, extra=about(job.request.log_context))
             self.scheduler.pull_failed(job)
         else:
             if num_tokens := self.scheduler.pulled(job):
-                self.came(job, num_tokens)
+                self.worker.pulled(job, num_tokens)
         finally:
             del self._incoming[job]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PrefixExports:
     """The prefixes that one worker is sending out of its pool."""
 
@@ -139,32 +150,32 @@ class PrefixExports:
     pool: BlockPool
     transfers: Transfers
 
-    def send(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> bool:
-        """Begin to send the longest cached prefix of `token_ids`; whether there is one. Never waits.
+    def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> bool:
+        """Begin to send the longest cached prefix of `token_ids`; return whether there is one. Never waits.
 
-        It stops short of the last token at least: the target must compute one, or it has nothing to draw from. Where
-        nothing is cached the target is told so. A ticket that can't be ours is ignored.
+        It ends before the last token: the target must compute one, or it has nothing to draw from. Where nothing is
+        cached, the transfer is declined. A ticket of another source is ignored.
         """
         block_ids = self.pool.match(_matchable_hashes(token_ids, self.pool.block_size, cache_salt))
-        if self.pool.free_blocks < 0:  # so much of windows can't be shared now
+        if self.pool.free_blocks < 0:  # too many blocks of windows to share now
             self.pool.release(block_ids)
             block_ids = []
         if not block_ids:
             try:
-                self.sender.decline(ticket, "nothing of the prefix is cached any more")
+                self.sender.decline_transfer(ticket, "nothing of the prefix is cached any more")
             except ValueError as error:
-                _log.warning("asked for a prefix with a ticket that can't be: %s", error, extra=about(log_context))
+                _log.warning("a prefix was requested with a wrong ticket: %s", error, extra=about(log_context))
             return False
         num_tokens = len(block_ids) // self.pool.groups.count * self.pool.block_size
-        transfer = self.sender.open(ticket, num_tokens, block_ids, num_tokens)
+        transfer = self.sender.begin_transfer(ticket, num_tokens, block_ids, num_tokens)
         transfer.commit(None)
-        self.transfers.see(
-            self._see_off(transfer, block_ids, about(log_context, tokens=num_tokens)),
+        self.transfers.track(
+            self._await_send(transfer, block_ids, about(log_context, tokens=num_tokens)),
             f"export to {ticket.target.worker_id}",
         )
         return True
 
-    async def _see_off(self, transfer: Outgoing, block_ids: Sequence[int], extra: dict[str, Any]) -> None:
+    async def _await_send(self, transfer: Outgoing, block_ids: Sequence[int], extra: dict[str, Any]) -> None:
         try:
             await transfer.done()
         except TransferFailed as error:
@@ -176,7 +187,7 @@ class PrefixExports:
 
 
 def _matchable_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[BlockHash]:
-    """Names of the full blocks that leave at least one token, computed as far as they are asked for."""
+    """Yield the names of the full blocks that leave at least one token."""
     parent = root_hash(salt)
     for end in range(block_size, len(token_ids), block_size):
         parent = next_hash(parent, token_ids[end - block_size : end])

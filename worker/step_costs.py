@@ -1,17 +1,18 @@
-"""How long this worker's steps take, learnt from those that have run. No torch.
+"""The costs of this worker's steps, learnt from steps that have run. No torch.
 
-The form is protocol.stats.StepCosts: seconds = sum of costs x features, the first feature being 1, and the last, where
-the model has experts, the part of them that the step's tokens are expected to hit. It is fitted by least squares of the
-relative error, no cost below 0. What makes that safe on live steps:
+The form is protocol.stats.StepCosts: seconds = sum of costs x features. The first feature is 1; the last, where the
+model has experts, is the part of them that the step's tokens are expected to hit. Costs are fitted by least squares of
+the relative error, none below 0. Four rules make that safe on live steps:
 
 - A worker's first steps are left out: they load kernels and touch memory for the first time.
-- The last few steps of every kind are kept, a kind being steps of about the same size, and fitted anew each time. The
-  older count less, but never nothing: so what steps of late don't tell apart stays as it was told by others before.
-- A step that takes far longer, or less, than its like counts as one at the edge of what is usual: steps that record a
-  CUDA graph, or are held up by a neighbour, say nothing about the next.
-- The costs are tied to each other as they are on most machines, with less force than a single step that can tell them
-  apart. Short prompts say nothing of pairs, nor two of one length of the constant: there the ties decide, or the fit of
-  noise would be a hundred times off for prompts a hundred times as long, which then never come here to teach better.
+- The last few steps of every kind (steps of about the same size) are kept, and fitted anew each time. Older ones count
+  less, but never nothing, so costs that recent steps don't distinguish stay as earlier steps showed them.
+- A step far longer or shorter than others of its kind counts as one at the edge of what is usual: a step that records
+  a CUDA graph, or is held up by a neighbour, says nothing about the next.
+- The costs are tied to each other in the proportions of most machines, more weakly than a single step that can
+  distinguish them. Short prompts say nothing about pairs, nor two prompts of one length about the constant. There the
+  ties decide. Without them, noise could put costs of long prompts off a hundredfold; the router would then send none
+  here, and the worker would never learn better.
 """
 
 import math
@@ -56,7 +57,7 @@ Sample = tuple[float, ...]  # its number, features, seconds
 
 
 class StepContent(NamedTuple):
-    """What is in a step: the features of StepCosts, the constant aside."""
+    """The content of a step: the features of StepCosts, except the constant."""
 
     prompt_tokens: int
     pairs: float  # of a prompt token and a token that it attends to
@@ -65,7 +66,7 @@ class StepContent(NamedTuple):
 
     @staticmethod
     def of(batch: Sequence[SequenceStep]) -> "StepContent":
-        """The content of an engine step. A single token is a decoding row: a prompt's last one is computed as such."""
+        """Return the content of an engine step. A single token counts as a decoding row, a prompt's last one too."""
         prompt_tokens = rows = context_tokens = 0
         pairs = 0.0
         for one in batch:
@@ -80,13 +81,13 @@ class StepContent(NamedTuple):
         return StepContent(prompt_tokens, pairs, rows, context_tokens)
 
     def expected_s(self, costs: StepCosts) -> float:
-        """Seconds that a step of this content takes."""
+        """Return the seconds that a step of this content takes."""
         prompts_s = self.prompt_tokens * costs.token_s + self.pairs * costs.pair_s
         reading_s = costs.reading_s(self.prompt_tokens + self.rows)
         return reading_s + prompts_s + costs.decode_s(self.rows, self.context_tokens)
 
     def prompts_part(self, costs: StepCosts | None) -> float:
-        """What part of such a step's time is its prompts': all, where nothing else is in it, or costs are not known."""
+        """Return the prompts' part of the step's time, 0 to 1; 1 without decodes, or without known costs."""
         if not self.rows or costs is None:
             return 1.0
         without = StepContent(0, 0.0, self.rows, self.context_tokens)
@@ -95,7 +96,7 @@ class StepContent(NamedTuple):
 
 @dataclass(slots=True)
 class _Kind:
-    """The last steps of a kind. They stand for those before them, too."""
+    """The last steps of a kind. They also stand for those before them."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
     weight: float = 0.0  # of all its steps, when the newest came
@@ -107,12 +108,12 @@ class _Kind:
         self.samples.append(sample)
 
     def each(self, now: float) -> float:
-        """What every one of them weighs, when sample `now` is the newest of all."""
+        """Return the weight of each of them, when sample `now` is the newest of all."""
         return self.weight / len(self.samples) * math.exp((self.samples[-1][0] - now) / MEMORY)
 
 
 class StepCostFit:
-    """Learns from each step of one worker. Cheap enough to be told of all of them."""
+    """Learns from each step of one worker, cheaply."""
 
     def __init__(self, expert_share: float = 0.0) -> None:
         """`expert_share` is the model's, as in StepCosts."""
@@ -126,10 +127,10 @@ class StepCostFit:
         self._costs: StepCosts | None = None
 
     def add(self, content: StepContent, seconds: float, *, is_plain: bool = True) -> None:
-        """A step with this content has taken so long. One that took no time is not looked at.
+        """Add a step's content and time. A step that took no time is ignored.
 
-        One that is not plain has done more than its content tells (logits of whole prompts). It teaches only where no
-        plain step has been: a worker that does nothing else would never be known, and its queue grow without bound.
+        A step that is not plain did more than its content says (logits of whole prompts). It counts only before the
+        first plain step: otherwise a worker that only scores prompts would have no costs, and an unbounded queue.
         """
         if self._is_plain and not is_plain:
             return
@@ -151,7 +152,7 @@ class StepCostFit:
             self.take_in()
 
     def take_in(self) -> None:
-        """Fit now, if anything has come since: to be called before the costs are told to others."""
+        """Fit now, if there are new steps; called before the costs are reported."""
         if not self._num_pending or self._num_samples < FIRST_SAMPLES:
             return
         self._num_pending = 0
@@ -175,12 +176,12 @@ class StepCostFit:
         )
 
     def costs(self) -> StepCosts | None:
-        """What steps cost, by the last fit; None before the first."""
+        """Return the costs of the last fit; None before the first."""
         return self._costs
 
 
 def _kind_of(content: StepContent) -> tuple[int, ...]:
-    """Steps are of one kind where nothing in them differs by more than a factor of two, or four for context."""
+    """Return the step's kind: steps whose parts differ by less than a factor of two, or four for context."""
     return (
         content.prompt_tokens.bit_length(),
         int(content.pairs).bit_length() // 2,
@@ -190,9 +191,9 @@ def _kind_of(content: StepContent) -> tuple[int, ...]:
 
 
 def _fit(features: Array, seconds: Array, weights: Array, start: Array | None) -> Array:
-    """Fit again and again, at last with little regard for those that are far off; begins with the solution `start`.
+    """Fit in rounds, from the solution `start`, with less and less weight for steps that are far off.
 
-    First all are believed, however far off: a machine that has changed, or prompts of a length that never was.
+    In the first round all steps count fully: the machine may have changed, or prompts may have a new length.
     """
     solution = _shared_out(features, seconds) if start is None else start
     expected = _expected(features, solution)
@@ -223,7 +224,7 @@ def _median(values: Array, weights: Array) -> float:
 
 
 def _shared_out(features: Array, seconds: Array) -> Array:
-    """Costs that could be, before anything is known: half of a step is the constant, the rest its tokens and rows."""
+    """Return plausible costs before the first fit: half of a step is the constant, the rest its tokens and rows."""
     costs = np.zeros(features.shape[1])
     kinds = [kind for kind in (_TOKENS, _ROWS) if (features[:, kind] > 0).any()]
     for kind in kinds:
@@ -239,12 +240,12 @@ def _shared_out(features: Array, seconds: Array) -> Array:
 
 
 def _ties(costs: Array, usual_s: float) -> Array:
-    """What ties add to the left of the normal equations, given about what the costs are.
+    """Return what ties add to the left side of the normal equations, given approximate costs.
 
-    Each is the square of how far two costs are from their proportion, in units that grow with the cost, so that data
-    can get there though it is a hundred times as much. Where the cost is all of the unit, no distance costs more than
-    a short one: that is for pairs and context, of which one odd step can't be full. A tiny prompt that was held up is
-    full of what seems to be tokens; to take tokens and rows for ten times as dear therefore costs ten times as much.
+    Each tie is the squared distance of two costs from their proportion, in units that grow with the cost, so that data
+    can move it even a hundredfold. For pairs and context the unit is the cost itself, and no distance counts more than
+    a short one: a single odd step can't consist of them. A tiny prompt that was held up seems to consist of expensive
+    tokens; so a tenfold cost of tokens or rows counts ten times as much.
     """
     base = max(costs[_BASE], 1e-3 * usual_s)
     token = max(costs[_TOKENS], base / TOKENS_A_BASE)
@@ -266,12 +267,12 @@ def _ties(costs: Array, usual_s: float) -> Array:
 
 
 def _equations(features: Array, seconds: Array, expected: Array, edge: float, weights: Array) -> tuple[Array, Array]:
-    """Normal equations of the relative error, with what is beyond the edge at the edge.
+    """Return the normal equations of the relative error; times beyond the edge are moved to the edge.
 
-    Relative to the larger of the two times as they are: else one that is far off would outweigh the rest, on whichever
-    side it is, and where far too little was expected, the fit would never get away from that. For the same reason not
-    relative to a small part of what steps mostly take: of two that ended while the event loop was busy, the second
-    seems to have taken no time.
+    Errors are relative to the larger of the measured and the expected time. Otherwise a step that is far off would
+    outweigh the rest, and a fit that expects far too little would stay there. They are relative to no less than
+    LEAST_PART of a usual step: of two steps that ended while the event loop was busy, the second seems to have taken no
+    time.
     """
     scale = np.maximum(np.maximum(seconds, expected), LEAST_PART * np.median(seconds))
     shares = features / scale[:, None]
@@ -281,10 +282,10 @@ def _equations(features: Array, seconds: Array, expected: Array, edge: float, we
 
 
 def _least(left: Array, right: Array) -> Array:
-    """The x >= 0 that minimises x . left x / 2 - right . x, for a positive definite `left`.
+    """Return the x >= 0 that minimises x . left x / 2 - right . x, for a positive definite `left`.
 
-    Murty's least-index method: of those that are negative, or at 0 and pulled up, the last changes sides, until there
-    are none. It ends for every such matrix, mostly at once.
+    Murty's least-index method: of the entries that are negative, or at 0 and pulled up, the last changes sides, until
+    there are none. It ends for every positive definite matrix, mostly after one round.
     """
     scale: Array = 1.0 / np.sqrt(np.diag(left))  # the features differ by orders of magnitude
     left, right = left * scale * scale[:, None], right * scale

@@ -1,18 +1,19 @@
 """The worker's end of the token channel: one connection per router, one frame per router and engine step.
 
-Lost routers are told to the worker, once, and never twice for one connection. The worker's StatsFrames are its proof
-of life; the router's are its Pings.
+The worker learns of a lost router once for each connection. The worker's StatsFrames are its proof of life; the
+router's are its Pings.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from annotated_types import Ge
 from pydantic import model_validator
 
+from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
@@ -21,7 +22,6 @@ from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
-    Convicted,
     Drain,
     Hello,
     KVNotSent,
@@ -29,6 +29,7 @@ from twostroke.protocol.messages import (
     PrefillFailed,
     Refuse,
     ReportBlocks,
+    RequestsBlocked,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -38,24 +39,23 @@ from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, Peer, Ticket, TokenEvent
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.verdicts import Verdict, Verdicts
 
 _log = logging.getLogger(__name__)
 
-_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | Convicted
+_ToRouter = TokenFrame | StatsFrame | KVNotSent | BlocksHeld | BlocksChanged | RequestsBlocked
 
 
 class TokenServerConfig(Section):
     """Times and bounds of a worker's token channel."""
 
     stats_interval_s: Annotated[float, Ge(0.01)] = 0.5
-    """Between a worker's reports of its numbers, which are its sign of life; at most a third of `lease_s` beside it,
-    and half of `router.token_channel.silence_s`."""
+    """Seconds between a worker's reports of its numbers, which are its sign of life; at most a third of `lease_s`, and
+    half of `router.token_channel.silence_s`."""
     lease_s: Annotated[float, Ge(0.1)] = 10.0
-    """A router that is silent for longer is lost, and its requests end. At least three times `stats_interval_s`, and
-    three times `router.token_channel.ping_s`."""
+    """Seconds of silence after which a router is lost, and its requests end. At least three times `stats_interval_s`,
+    and three times `router.token_channel.ping_s`."""
     max_unsent_bytes: Count = 4 * 1024 * 1024
-    """A router that leaves more of its tokens unread is dropped."""
+    """Bytes of unread tokens after which a router is dropped."""
 
     @model_validator(mode="after")
     def _check(self) -> "TokenServerConfig":
@@ -67,30 +67,36 @@ class TokenServerConfig(Section):
         return self
 
 
-@dataclass(frozen=True)
-class TokenServerCallbacks:
-    """What the worker wants to hear. All are called on the event loop and must not wait."""
+class TokenServerWorker(Protocol):
+    """The worker as its token server sees it. No call waits."""
 
-    cancel: Callable[[str], None]  # a request id
-    prefill_failed: Callable[[str], None]  # a request id
-    send_prefix: Callable[[Ticket, Sequence[int], bytes, LogContext], None]  # where to, the prefix's tokens, its salt
-    router_lost: Callable[[str], None]  # a router id: no event reaches it any more, and its requests have no reader
-    stats: Callable[[], WorkerStats]  # asked for the worker's numbers
-    drain: Callable[[], None] = lambda: None  # the worker is being taken down
+    def cancel(self, request_id: str) -> None: ...
+
+    def prefill_failed(self, request_id: str) -> None: ...
+
+    def send_prefix(
+        self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext
+    ) -> None: ...
+
+    def router_lost(self, router_id: str) -> None: ...
+
+    def stats(self) -> WorkerStats: ...
+
+    def leave(self) -> None: ...
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class TokenServer:
-    """Accepts routers, sends them token frames and statistics, and hears what they want.
+    """Accepts routers, sends them token frames and statistics, and passes their requests to the worker.
 
-    Routers that ask are told of the names in the prefix cache of `blocks`. What one router says of requests that take
-    workers down the others are told, now or when they come; the worker itself makes nothing of it.
+    Routers that ask get the names in the prefix cache of `blocks`. What one router reports of requests that take
+    workers down is passed on to the others, now or when they connect; the worker itself does nothing with it.
     """
 
+    worker: TokenServerWorker
     peer: Peer
     network: Network
     config: TokenServerConfig
-    callbacks: TokenServerCallbacks
     blocks: NamedBlocks
     clock: Clock
     _listener: Listener | None = field(default=None, init=False)
@@ -100,7 +106,7 @@ class TokenServer:
 
     def __post_init__(self) -> None:
         self._block_reports = BlockReports(self.blocks, self._send)
-        self._verdicts = Verdicts(self.clock)
+        self._blocked = BlockedRequests(self.clock)
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`. Raises ConnectionLost where that is impossible."""
@@ -109,7 +115,7 @@ class TokenServer:
         return self._listener.address
 
     async def close(self) -> None:
-        """Drop every router and stop listening; may be called again. No callback is made once this has returned."""
+        """Drop every router and stop listening; may be called again. No call of the worker follows this."""
         if self._stats_task is not None:
             self._stats_task.cancel()
             await asyncio.gather(self._stats_task, return_exceptions=True)
@@ -119,25 +125,25 @@ class TokenServer:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def is_connected(self, router_id: str) -> bool:
-        """Whether events for this router have a way to go."""
+        """Return True where this router has a token channel."""
         return router_id in self._routers
 
     def emit(self, router_id: str, events: Sequence[TokenEvent]) -> None:
-        """Send one frame. Events for a router that is not connected are dropped: it has been told lost already."""
+        """Send one frame. Events for a router that is not connected are dropped: the worker knows that it is lost."""
         self._tell(router_id, TokenFrame(tuple(events)))
 
     def kv_not_sent(self, router_id: str, request_id: str) -> None:
-        """Tell the request's router that its KV has not reached the decode worker. Dropped as events are."""
+        """Tell the request's router that its KV has not reached the decode worker, if the router is connected."""
         self._tell(router_id, KVNotSent(request_id))
 
-    def tell_stats(self) -> None:
-        """Send the worker's numbers to all routers now, ahead of their time."""
-        frame = StatsFrame(self.callbacks.stats())
+    def send_stats(self) -> None:
+        """Send the worker's numbers to all routers now."""
+        frame = StatsFrame(self.worker.stats())
         for router_id in list(self._routers):
             self._tell(router_id, frame)
 
     async def _serve(self, connection: Connection) -> None:
-        """One router's connection, from its Hello to its end."""
+        """Serve one router's connection, from its Hello to its end."""
         router_id = await self._accept(connection)
         if router_id is None:
             return
@@ -153,7 +159,7 @@ class TokenServer:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _accept(self, connection: Connection) -> str | None:
-        """The id of the router that says hello; None where it is refused or gone."""
+        """Return the id of the router that connects; None where it is refused or gone."""
         try:
             async with asyncio.timeout(self.config.lease_s):
                 hello = await connection.receive()
@@ -171,12 +177,12 @@ class TokenServer:
         router_id = hello.sender.worker_id
         older = self._routers.get(router_id)
         if older is not None:
-            # What the older connection still carried may be lost, so the requests that relied on it are too.
+            # Messages on the older connection may be lost, so the requests that relied on it end.
             self._drop(router_id, older)
         try:
             connection.send(Welcome(self.peer))
-            connection.send(Convicted(self._verdicts.to_tell()))
-            connection.send(StatsFrame(self.callbacks.stats()))
+            connection.send(RequestsBlocked(self._blocked.latest()))
+            connection.send(StatsFrame(self.worker.stats()))
         except ConnectionLost:
             return None
         self._routers[router_id] = connection
@@ -202,37 +208,37 @@ class TokenServer:
         while True:
             message = await connection.receive()
             if self._routers.get(router_id) is not connection:
-                raise ConnectionLost("it was dropped, with all that it still carried")
+                raise ConnectionLost("it was dropped, with all its messages")
             silence.end()
             match message:
                 case Cancel(request_id):
-                    self.callbacks.cancel(request_id)
+                    self.worker.cancel(request_id)
                 case Drain():
-                    self.callbacks.drain()
+                    self.worker.leave()
                 case PrefillFailed(request_id):
-                    self.callbacks.prefill_failed(request_id)
+                    self.worker.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt, log_context):
-                    self.callbacks.send_prefix(ticket, token_ids, cache_salt, log_context)
+                    self.worker.send_prefix(ticket, token_ids, cache_salt, log_context)
                 case ReportBlocks():
                     self._block_reports.begin(router_id, connection)
-                case Convicted(verdicts):
-                    self._pass_on(verdicts, but_to=router_id)
+                case RequestsBlocked(blocked):
+                    self._pass_on(blocked, but_to=router_id)
                 case Ping():
                     pass
                 case _:
                     raise ConnectionLost(f"a router must not send {type(message).__name__}")
 
-    def _pass_on(self, verdicts: Sequence[Verdict], *, but_to: str) -> None:
-        if news := self._verdicts.learn(verdicts):
+    def _pass_on(self, blocked: Sequence[BlockedRequest], *, but_to: str) -> None:
+        if news := self._blocked.learn(blocked):
             for router_id in list(self._routers):
                 if router_id != but_to:
-                    self._tell(router_id, Convicted(news))
+                    self._tell(router_id, RequestsBlocked(news))
 
     async def _send_stats_forever(self) -> None:
         while True:
             await asyncio.sleep(self.config.stats_interval_s)
             if self._routers:
-                self.tell_stats()
+                self.send_stats()
 
     def _tell(self, router_id: str, message: _ToRouter) -> None:
         if (connection := self._routers.get(router_id)) is not None:
@@ -258,4 +264,4 @@ class TokenServer:
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        self.callbacks.router_lost(router_id)
+        self.worker.router_lost(router_id)

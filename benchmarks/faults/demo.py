@@ -88,14 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
         end_descendants(IMPOLITE_S)  # the machines have ended theirs; this is for what went wrong
 
 
-def choose_machines(asked: Literal["namespaces", "loopback"] | None) -> Machines:
+def choose_machines(choice: Literal["namespaces", "loopback"] | None) -> Machines:
     """Raises ConfigError for namespaces that can't be had."""
-    if asked == "loopback":
+    if choice == "loopback":
         return LoopbackMachines()
     obstacle = why_not()
     if obstacle is None:
         return IsolatedMachines()
-    if asked == "namespaces":
+    if choice == "namespaces":
         raise ConfigError(f"--machines namespaces: {obstacle}")
     return LoopbackMachines()
 
@@ -182,9 +182,9 @@ class _Demo:
         for reason in sorted({answer.error for answer in load.answers if answer.error is not None}):
             self._say(f"Lost: {reason}")
         verdict = survival(load.answers, expected, fault.begin)
-        told = {"fault": self._fault, "nodes": 1 + len(scene.nodes), "stages": self._arguments.pipeline}
-        told |= {**asdict(verdict), **fault.figures, "took_s": time.monotonic() - self._began}
-        print(json.dumps({name: round(one, 2) if isinstance(one, float) else one for name, one in told.items()}))
+        facts = {"fault": self._fault, "nodes": 1 + len(scene.nodes), "stages": self._arguments.pipeline}
+        facts |= {**asdict(verdict), **fault.figures, "took_s": time.monotonic() - self._began}
+        print(json.dumps({name: round(one, 2) if isinstance(one, float) else one for name, one in facts.items()}))
         # Nobody can go on with a dead router's streams.
         lost = verdict.lost_new if self._fault == "router" else verdict.lost
         return 0 if lost == verdict.mismatched == 0 else 1

@@ -66,9 +66,9 @@ class KeyedRequest:
 def plain_request(model: str, key: int, *, prompt_tokens: int = 100, max_tokens: int = 400) -> KeyedRequest:
     """Make a greedy request for exactly so many tokens, whose prompt is its key's own."""
     prompt = [300 + (key * 37 + i * 11) % 700 for i in range(prompt_tokens)]  # ordinary tokens in any vocabulary
-    asked = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "n": 1, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "n": 1, "temperature": 0, "ignore_eos": True}
     streamed = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    return KeyedRequest(key, asked | streamed)
+    return KeyedRequest(key, body | streamed)
 
 
 PATIENCE_S = 60.0
@@ -115,23 +115,23 @@ async def ask(
 ) -> ClientAnswer:
     """Send the request and take what comes, to its end or until about `leave_after` events have come."""
     answer = ClientAnswer(request, time.monotonic(), choices=[ClientChoice() for _ in range(request.num_choices)])
-    came: list[Piece] = []
+    pieces: list[Piece] = []
     try:
         async with asyncio.timeout(limit_s):
-            answer.left = await _receive(target, request, came, leave_after)
+            answer.left = await _receive(target, request, pieces, leave_after)
     except TimeoutError:
         answer.error = f"no end after {limit_s:g} s"
     except OSError as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended_at = time.monotonic()
     try:
-        _read(came, answer)
+        _read(pieces, answer)
     except (BadResponse, ValueError) as error:
         answer.error = answer.error or str(error)  # why the connection broke says more
     return answer
 
 
-async def _receive(target: ServerAddress, request: KeyedRequest, came: list[Piece], leave_after: int | None) -> bool:
+async def _receive(target: ServerAddress, request: KeyedRequest, pieces: list[Piece], leave_after: int | None) -> bool:
     """Return whether the client has left before the server hung up. Raises OSError."""
     payload = json.dumps(request.body).encode()
     reader, writer = await target.connect()
@@ -139,7 +139,7 @@ async def _receive(target: ServerAddress, request: KeyedRequest, came: list[Piec
     try:
         writer.write(target.head(len(payload)) + payload)
         while data := await reader.read(65536):
-            came.append((time.monotonic(), data))
+            pieces.append((time.monotonic(), data))
             num_events += data.count(b"data: ")
             if leave_after is not None and num_events >= leave_after:
                 return True
@@ -148,9 +148,9 @@ async def _receive(target: ServerAddress, request: KeyedRequest, came: list[Piec
     return False
 
 
-def _read(came: list[Piece], answer: ClientAnswer) -> None:
+def _read(pieces: list[Piece], answer: ClientAnswer) -> None:
     """Raises BadResponse or ValueError where that breaks off, or is no answer; what came before is in `answer`."""
-    head, body = response_of(came)
+    head, body = response_of(pieces)
     answer.status = head.status
     if not answer.is_accepted:
         answer.retry_after_s = float(head.fields["retry-after"]) if "retry-after" in head.fields else None
@@ -169,16 +169,16 @@ def _take(answer: ClientAnswer, event: dict[str, Any], at: float) -> None:
         return
     if event.get("usage") is not None:
         answer.usage = event["usage"]
-    for told in event["choices"]:
-        choice = answer.choices[told["index"]]
-        choice.text += told["text"]
-        if told.get("token_ids"):
-            choice.pieces.append((at, told["token_ids"]))
-        if told["finish_reason"] is not None:
-            choice.finish_reasons.append(told["finish_reason"])
-        if told["logprobs"] is not None:
-            choice.logprobs += told["logprobs"]["token_logprobs"]
-            choice.offsets += told["logprobs"]["text_offset"]
+    for changed in event["choices"]:
+        choice = answer.choices[changed["index"]]
+        choice.text += changed["text"]
+        if changed.get("token_ids"):
+            choice.pieces.append((at, changed["token_ids"]))
+        if changed["finish_reason"] is not None:
+            choice.finish_reasons.append(changed["finish_reason"])
+        if changed["logprobs"] is not None:
+            choice.logprobs += changed["logprobs"]["token_logprobs"]
+            choice.offsets += changed["logprobs"]["text_offset"]
 
 
 RETRY_S = 1.0

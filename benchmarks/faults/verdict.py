@@ -40,10 +40,12 @@ def check(answer: ClientAnswer, expected: ClientAnswer) -> list[Finding]:
             for flaw, text in _check_choice(choice, wanted, is_whole=not answer.left)
         ]
     if not answer.left:
-        told = (answer.usage or {}).get("completion_tokens")
+        counted = (answer.usage or {}).get("completion_tokens")
         received = sum(len(choice.tokens) for choice in answer.choices)
-        if told != (expected.usage or {}).get("completion_tokens") or told != received:
-            findings.append(Finding("mismatched", key, answer.ended_at, f"usage tells {told} tokens, {received} came"))
+        if counted != (expected.usage or {}).get("completion_tokens") or counted != received:
+            findings.append(
+                Finding("mismatched", key, answer.ended_at, f"usage tells {counted} tokens, {received} came")
+            )
     return findings
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from twostroke.benchmarks.engine import MODELS
+from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.gpu.command import measure_all
 from twostroke.benchmarks.gpu.interpreter import bf16_interpreter
 from twostroke.benchmarks.gpu.limits import GpuPlace, Sizes

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twostroke.benchmarks.engine import write_random_model
+from twostroke.benchmarks.engines.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
 from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights
 from twostroke.model.batch import make_layout
@@ -113,15 +113,15 @@ def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> It
         least_s = max(rows * columns / limits.read, 2.0 * tokens * rows * columns / (2 * limits.gemm))
         for name, (linear, kernel) in linears.items():
             ours_s = place.clock.seconds(partial(linear, x))
-            told, figure = f"FP8 by FP8, {tokens} tokens, scales of {name}", f"{ours_s * 1e6:.0f} us"
+            label, figure = f"FP8 by FP8, {tokens} tokens, scales of {name}", f"{ours_s * 1e6:.0f} us"
             of_prompts, of_kernel = {"rows": (0.8, 1.6), "blocks": (0.7, 1.4)}[name]
             predicted = 0.75 if tokens <= MOST_TOKENS else of_prompts
-            yield LimitRow(told, least_s / ours_s, None, figure, "the limit", predicted)
-            yield LimitRow(f"{told}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
+            yield LimitRow(label, least_s / ours_s, None, figure, "the limit", predicted)
+            yield LimitRow(f"{label}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
             if tokens > MOST_TOKENS:
                 kernel_s = place.clock.seconds(partial(kernel, x))
                 yield LimitRow(
-                    f"{told}, torch", kernel_s / ours_s, 1.0, f"{kernel_s * 1e6:.0f} us", "our kernel", of_kernel
+                    f"{label}, torch", kernel_s / ours_s, 1.0, f"{kernel_s * 1e6:.0f} us", "our kernel", of_kernel
                 )
 
 

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engine import MODELS, write_random_model
+from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.benchmarks.peers.compare_servers import PeerLoad, PeerServer, has_errors, measure, report_of, table
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess
@@ -171,13 +171,13 @@ def comparison_of(arguments: argparse.Namespace) -> PeerLoad:
             raise ConfigError(f"--servers {server}: is started for {' and '.join(COMPARISONS)} alone; write NAME=URL")
     if arguments.model not in COMPARISONS and arguments.vocab_size is None:
         raise ConfigError("--vocab-size: is needed for a model that servers have already")
-    asked = {
+    settings = {
         name: getattr(arguments, name)
         for name in ("vocab_size", "output_tokens", "rounds", "time_limit_s", "request_limit_s")
         if getattr(arguments, name) is not None
     }
     known = COMPARISONS.get(arguments.model) or replace(COMPARISONS["small"], model=arguments.model)
-    return replace(known, only_rows=tuple(arguments.rows), **asked)
+    return replace(known, only_rows=tuple(arguments.rows), **settings)
 
 
 def target_of(server: str) -> PeerServer | None:

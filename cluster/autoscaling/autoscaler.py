@@ -59,32 +59,32 @@ def is_due(looked_s: float | None, at_s: float) -> bool:
     return looked_s is None or at_s - looked_s >= LOOK_S
 
 
-def look(before: State | None, seen: ScalingView, order: ScalingOrder) -> tuple[State, bool]:
+def take_sample(before: State | None, view: ScalingView, order: ScalingOrder) -> tuple[State, bool]:
     """Take a sample; return the new state, and whether it brought a decision, which is then in `scaling`."""
-    state = before or State(Counted(begun_s=seen.at_s), told_s=seen.at_s)
-    counted = count(state.counted, seen.samples, seen.routers, seen.at_s)
+    state = before or State(Counted(begun_s=view.at_s), told_s=view.at_s)
+    counted = count(state.counted, view.samples, view.routers, view.at_s)
     state = replace(state, counted=counted)
-    heard = counted.heard_since(seen.at_s - STALE_S)
-    fresh = {router: one for router, one in seen.samples.items() if router in heard}
+    heard = counted.heard_since(view.at_s - STALE_S)
+    fresh = {router: one for router, one in view.samples.items() if router in heard}
     if not fresh:
-        return _blind(state, seen), False
-    signals = signals_of(fresh, counted, seen.targets, order.gpus_each)
+        return _blind(state, view), False
+    signals = signals_of(fresh, counted, view.targets, order.gpus_each)
     decision, memory = decide(signals, state.memory, order.config)
-    state = replace(state, memory=memory, told_s=seen.at_s)
+    state = replace(state, memory=memory, told_s=view.at_s)
     if Reason.BETWEEN in (decision.prefill_reason, decision.decode_reason):
         return state, False
-    return replace(state, scaling=_scaling(state.scaling, decision, seen, order)), True
+    return replace(state, scaling=_scaling(state.scaling, decision, view, order)), True
 
 
-def _blind(state: State, seen: ScalingView) -> State:
+def _blind(state: State, view: ScalingView) -> State:
     """No router tells anything: everything stays as it is. Said once."""
-    if state.told_s is not None and seen.at_s - state.told_s >= STALE_S:
+    if state.told_s is not None and view.at_s - state.told_s >= STALE_S:
         _log.warning("autoscaling: no router has told of demand for %g s: the number of workers stays", STALE_S)
         return replace(state, told_s=None)
     return state
 
 
-def _scaling(before: Scaling | None, decision: ScalingDecision, seen: ScalingView, order: ScalingOrder) -> Scaling:
+def _scaling(before: Scaling | None, decision: ScalingDecision, view: ScalingView, order: ScalingOrder) -> Scaling:
     """The decision as it is told to everybody; changes are logged."""
     roles: dict[Role, RoleScaling] = {}
     changed_at: float | None
@@ -92,16 +92,16 @@ def _scaling(before: Scaling | None, decision: ScalingDecision, seen: ScalingVie
     decisions = {} if before is None else dict(before.decisions)
     for role in order.roles:
         target, reason = _of(decision, role)
-        if target != seen.targets[role]:
-            _log.info("autoscaling: %s workers from %d to %d (%s)", role, seen.targets[role], target, reason)
-            changed_at, change = seen.now, str(reason)
+        if target != view.targets[role]:
+            _log.info("autoscaling: %s workers from %d to %d (%s)", role, view.targets[role], target, reason)
+            changed_at, change = view.now, str(reason)
         elif before is not None and role in before.roles:
             changed_at, change = before.roles[role].changed_at, before.roles[role].change
         else:
             changed_at, change = None, None
         roles[role] = RoleScaling(target, str(reason), changed_at, change)
         decisions[role] = dict(Counter(decisions.get(role, {})) + Counter([str(reason)]))
-    return Scaling(seen.now, roles, decision.demand, decisions)
+    return Scaling(view.now, roles, decision.demand, decisions)
 
 
 def _of(decision: ScalingDecision, role: Role) -> tuple[int, Reason]:

@@ -31,7 +31,7 @@ class DecisionWatch:
         self._published = published
         self._oldest_s = STALE_S + interval_s
         self._wall_clock = wall_clock
-        self._first: Scaling | None = None  # what was found at the first look
+        self._first: Scaling | None = None  # what was found at the first check
         self._latest: Scaling | None = None
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -57,11 +57,11 @@ class DecisionWatch:
             await asyncio.gather(self._looking, return_exceptions=True)
             self._looking = None
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Once. Where there is no answer, what is known stays."""
         try:
             newest = await asyncio.to_thread(self._published)
-        except Exception as error:  # whatever it is, the next look may succeed
+        except Exception as error:  # whatever it is, the next check may succeed
             if not self._is_lost:
                 _log.warning("can't learn what the autoscaler decides: %s", error or type(error).__name__)
             self._is_lost = True
@@ -77,7 +77,7 @@ class DecisionWatch:
 
     async def _follow(self) -> None:
         while True:
-            await self.look()
+            await self.check()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), LOOK_S)
             self._wake.clear()

@@ -20,7 +20,7 @@ from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
 Series = NDArray[np.float64]
 
 MAX_LOOKS = 600
-"""The window has no more looks than this; they are at least a second wide."""
+"""The window has no more samples than this; they are at least a second wide."""
 
 
 class DemandSample(NamedTuple):
@@ -34,7 +34,7 @@ class DemandSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """The looks as columns, oldest first."""
+    """The samples as columns, oldest first."""
 
     at_s: Series
     span_s: Series
@@ -59,37 +59,41 @@ class Window:
 
 @dataclass(frozen=True)
 class History:
-    """The looks of one window, oldest first, and the counters at the last one."""
+    """The samples of one window, oldest first, and the counters at the last one."""
 
-    looks: tuple[DemandSample, ...] = ()
+    samples: tuple[DemandSample, ...] = ()
     total: Arrived | None = None
     began_s: float = 0.0
     at_s: float = 0.0
     mean_output: float | None = None  # of the last answers known before the window
 
-    def seen(self, signals: Signals, window_s: float) -> "History":
+    def updated(self, signals: Signals, window_s: float) -> "History":
         """This history and what has come since. Signals out of order change nothing."""
         if self.total is None:
             return History(total=signals.arrived, began_s=signals.at_s, at_s=signals.at_s)
         if signals.at_s <= self.at_s:
             return self
         decoding = float(signals.decode.num_decoding + signals.decode.queued_requests)
-        look = DemandSample(signals.at_s, signals.at_s - self.at_s, decoding, signals.arrived.since(self.total))
-        looks = self.looks
-        if looks and looks[-1].span_s + look.span_s <= max(1.0, window_s / MAX_LOOKS):
-            look = look._replace(span_s=looks[-1].span_s + look.span_s, arrived=looks[-1].arrived.plus(look.arrived))
-            looks = looks[:-1]
+        sample = DemandSample(signals.at_s, signals.at_s - self.at_s, decoding, signals.arrived.since(self.total))
+        samples = self.samples
+        if samples and samples[-1].span_s + sample.span_s <= max(1.0, window_s / MAX_LOOKS):
+            sample = sample._replace(
+                span_s=samples[-1].span_s + sample.span_s, arrived=samples[-1].arrived.plus(sample.arrived)
+            )
+            samples = samples[:-1]
         first = 0
         mean = self.mean_output
-        while first < len(looks) and looks[first].at_s <= signals.at_s - window_s:
-            left = looks[first].arrived
+        while first < len(samples) and samples[first].at_s <= signals.at_s - window_s:
+            left = samples[first].arrived
             mean = left.output_tokens / left.ended if left.ended else mean
             first += 1
-        return replace(self, looks=(*looks[first:], look), total=signals.arrived, at_s=signals.at_s, mean_output=mean)
+        return replace(
+            self, samples=(*samples[first:], sample), total=signals.arrived, at_s=signals.at_s, mean_output=mean
+        )
 
     def window(self) -> Window:
         """Return the samples as columns."""
-        rows = [(look.at_s, look.span_s, look.decoding, *look.arrived) for look in self.looks]
+        rows = [(sample.at_s, sample.span_s, sample.decoding, *sample.arrived) for sample in self.samples]
         columns = np.array(rows, dtype=np.float64).reshape(-1, 3 + len(Arrived._fields)).T
         at_s, span_s, decoding, requests, prompt_tokens, cached_tokens, pairs, output_tokens, ended = columns
         return Window(
@@ -105,7 +109,7 @@ class History:
 
 
 def backlogs(spans: Series, work: Series, workers: float) -> Series:
-    """Work that is left at the end of each look when so many workers do what they can (Lindley's recursion)."""
+    """Work that is left at the end of each sample when so many workers do what they can (Lindley's recursion)."""
     drift: Series = np.cumsum(work - workers * spans)
     return drift - np.minimum.accumulate(np.minimum(drift, 0.0))
 
@@ -124,7 +128,7 @@ def prefill_workers(spans: Series, work: Series, requests: Series, wait_s: float
 
 
 def departures(spans: Series, work: Series, requests: Series, workers: float) -> Series:
-    """Requests whose prompts end in each look: a burst reaches the decode workers as slowly as it is prefilled."""
+    """Requests whose prompts end in each sample: a burst reaches the decode workers as slowly as it is prefilled."""
     total_work = work.sum()
     if total_work <= 0 or workers <= 0:
         return requests
@@ -136,7 +140,7 @@ def departures(spans: Series, work: Series, requests: Series, workers: float) ->
 
 
 def rows_at_once(spans: Series, starts: Series, stay_s: float) -> Series:
-    """Requests that decode at the end of each look when each stays for `stay_s`."""
+    """Requests that decode at the end of each sample when each stays for `stay_s`."""
     times = np.concatenate([[0.0], np.cumsum(spans)])
     begun = np.concatenate([[0.0], np.cumsum(starts)])
     stay_s = max(stay_s, 1e-3)
@@ -144,7 +148,7 @@ def rows_at_once(spans: Series, starts: Series, stay_s: float) -> Series:
     if stay_s >= spans.min(initial=np.inf):
         at_once: Series = begun[1:] - np.interp(times[1:] - longest, times, begun)
         return at_once
-    return starts / spans * stay_s  # shorter than a look: its mean
+    return starts / spans * stay_s  # shorter than a sample: its mean
 
 
 def decode_workers(starts: Series, rows: Series, rows_each: float, attainment: float, most: int) -> int:
@@ -244,11 +248,11 @@ NONE = RoleDemand(0, 0, 0.0)
 
 
 def prompt_work_s(costs: StepCosts, step_tokens: int, window: Window) -> Series:
-    """Seconds of one prefill worker that each look's prompts take, each prompt in steps of its own."""
+    """Seconds of one prefill worker that each sample's prompts take, each prompt in steps of its own."""
     tokens, requests = window.new_tokens, window.requests
     if window.pairs.any():
         pairs = window.pairs
-    else:  # the routers count none: as if all prompts of a look were alike
+    else:  # the routers count none: as if all prompts of a sample were alike
         pairs = tokens * (window.prompt_tokens - tokens / 2) / np.maximum(requests, 1.0)
     steps = np.where(tokens > 0, np.maximum(requests, tokens / step_tokens), 0.0)
     work: Series = steps * costs.weights_s + tokens * costs.token_s + pairs * costs.pair_s
@@ -316,9 +320,9 @@ def decode_need(
     if role.costs is None:
         return UNKNOWN
     each = capacity_of(role, signals.tpot_s, window, config.spare)
-    held = workers_held(role, window, each, config.spare)
+    needed_now = workers_held(role, window, each, config.spare)
     if window.mean_output is None:
-        return RoleDemand(held, held, 0.0, from_backlog=True)
+        return RoleDemand(needed_now, needed_now, 0.0, from_backlog=True)
     load = sure_rate(window, window.requests, startup_s) * window.mean_output / each.tokens_per_s
     starts = window.requests
     if signals.prefill.costs is not None:
@@ -326,7 +330,7 @@ def decode_need(
         starts = departures(window.span_s, work, starts, prefill_workers)
     at_once = rows_at_once(window.span_s, starts, window.mean_output * each.step_s)
     lately = decode_workers(starts, at_once, each.rows, config.attainment, config.decode.max)
-    return RoleDemand(max(_ceil(load), held), lately, load, from_backlog=held > _ceil(load))
+    return RoleDemand(max(_ceil(load), needed_now), lately, load, from_backlog=needed_now > _ceil(load))
 
 
 def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
@@ -351,19 +355,19 @@ def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig,
     todo = RoleWork(work, prompts, role.queued_tokens)
     need = need_of(role, todo, signals.ttft_s, window, config, config.decode.max, startup_s)
     room = decode_workers(window.requests, rows, each.rows, config.attainment, config.decode.max)
-    held = workers_held(role, window, each, config.spare)
+    needed_now = workers_held(role, window, each, config.spare)
     return replace(
         need,
-        now=max(need.now, held),
+        now=max(need.now, needed_now),
         lately=max(need.lately, room),
-        from_backlog=need.from_backlog or held > need.now,
+        from_backlog=need.from_backlog or needed_now > need.now,
     )
 
 
 def _work_s(
     role: RoleSignals, costs: StepCosts, prompts: Series, rows: Series, pace_s: float, window: Window
 ) -> Series:
-    """Seconds of a worker by look. A step's constant is paid by whoever needs more steps: chunks of prompts, or rows.
+    """Seconds of a worker by sample. A step's constant is paid by whoever needs more steps: chunks of prompts, or rows.
 
     Rows need a step every `pace_s`, in every worker, so what is left for all other work is less by that share.
     """
@@ -376,11 +380,11 @@ def _work_s(
 def workers_held(role: RoleSignals, window: Window, each: DecodeCapacity, spare: float) -> int:
     """Decode workers that have a place and KV for all requests that decode, or wait to."""
     count = window.count_of_last(SETTLE_S)
-    held = _ceil(float(window.decoding[-count:].mean()) / each.rows) if count else 0
+    needed_now = _ceil(float(window.decoding[-count:].mean()) / each.rows) if count else 0
     if role.running and role.total_tokens:
         room = role.total_tokens / role.running * (1 - spare)
-        held = max(held, _ceil(role.owned_tokens / room))
-    return held
+        needed_now = max(needed_now, _ceil(role.owned_tokens / room))
+    return needed_now
 
 
 def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: float) -> DecodeCapacity:

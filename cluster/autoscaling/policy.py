@@ -1,4 +1,4 @@
-"""The joint policy of prefill and decode workers: a look at the system and what it remembers in, a decision out.
+"""The joint policy of prefill and decode workers: a sample at the system and what it remembers in, a decision out.
 
 The same code decides in the simulation (`tests/simulation/autoscaling`) and live (`serve_policy.py`). Nothing here does
 I/O, reads a clock or knows Ray. A role follows its need up at once, and down when it is sure that the load has gone.
@@ -38,7 +38,7 @@ class RoleMemory:
     startup_s: float = FIRST_STARTUP_S
     costs: StepCosts | None = None  # the last known: workers that are all new, or gone, tell none
 
-    def seen(self, role: RoleSignals, now_s: float) -> "RoleMemory":
+    def updated(self, role: RoleSignals, now_s: float) -> "RoleMemory":
         """Notices that ordered workers have come, and how long that took."""
         memory = self if self.changed_s is not None else replace(self, changed_s=now_s)
         if memory.ordered_s is not None and role.running >= role.target:
@@ -101,8 +101,8 @@ def wish(
         return Wish(role.target, Reason.STEADY)
     if needs.idle:
         return Wish(least, Reason.IDLE)
-    held = _held(role, memory, config, now_s)
-    return Wish(role.target, held) if held else Wish(least, Reason.SPARE)
+    reason = _held(role, memory, config, now_s)
+    return Wish(role.target, reason) if reason else Wish(least, Reason.SPARE)
 
 
 def _blind(role: RoleSignals, needs: Needs, limits: RoleLimits) -> Wish:
@@ -214,13 +214,13 @@ def decide(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig) ->
     now_s = signals.at_s
     memory = replace(
         memory,
-        history=memory.history.seen(signals, config.cooldown_s),
-        prefill=memory.prefill.seen(signals.prefill, now_s),
-        decode=memory.decode.seen(signals.decode, now_s),
+        history=memory.history.updated(signals, config.cooldown_s),
+        prefill=memory.prefill.updated(signals.prefill, now_s),
+        decode=memory.decode.updated(signals.decode, now_s),
     )
     if memory.decided_s is not None and 0 <= now_s - memory.decided_s < config.interval_s - 1e-6:
-        held = ScalingDecision(signals.prefill.target, signals.decode.target, Reason.BETWEEN, Reason.BETWEEN)
-        return held, memory
+        kept = ScalingDecision(signals.prefill.target, signals.decode.target, Reason.BETWEEN, Reason.BETWEEN)
+        return kept, memory
     decision = _decision(_with_known_costs(signals, memory), memory, config)
     return decision, replace(
         memory,
@@ -277,7 +277,7 @@ def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool
     busy = any(role.num_decoding or role.queued_requests or role.queued_tokens for role in there)
     return (
         not busy
-        and not any(look.arrived.requests for look in history.looks)
+        and not any(sample.arrived.requests for sample in history.samples)
         and signals.at_s - history.began_s >= config.cooldown_s
     )
 

@@ -87,7 +87,7 @@ class RoleSignals:
 
 @dataclass(frozen=True)
 class Signals:
-    """One look at the system."""
+    """One sample at the system."""
 
     at_s: float  # of a monotonic clock
     arrived: Arrived
@@ -147,7 +147,7 @@ class Counted:
 
     def heard_since(self, at_s: float) -> set[str]:
         """Routers that have told something new after this moment of the listener's clock."""
-        return {router for router, told in self.last.items() if told.heard_s > at_s}
+        return {router for router, counters in self.last.items() if counters.heard_s > at_s}
 
 
 def count(before: Counted, samples: Mapping[str, RouterSample], routers: Collection[str], now_s: float) -> Counted:
@@ -157,7 +157,7 @@ def count(before: Counted, samples: Mapping[str, RouterSample], routers: Collect
     to the newest, since routers that tell out of step would add up to too much. A router is put where the others are
     when it is first heard.
     """
-    last = {router: told for router, told in before.last.items() if router in routers}
+    last = {router: counters for router, counters in before.last.items() if router in routers}
     arrived = before.arrived
     for router, sample in samples.items():
         if router not in routers:
@@ -171,7 +171,7 @@ def count(before: Counted, samples: Mapping[str, RouterSample], routers: Collect
             arrived = arrived.plus(now.since(known.arrived))
             step_s = min(sample.uptime_s - known.uptime_s, now_s - known.heard_s + LATE_S)
             last[router] = RouterCounters(sample.uptime_s, now_s, known.at_s + step_s, now)
-    elapsed_s = max((told.at_s for told in last.values()), default=0.0)
+    elapsed_s = max((counters.at_s for counters in last.values()), default=0.0)
     return Counted(before.begun_s, arrived, max(before.elapsed_s, elapsed_s), last)
 
 
@@ -181,16 +181,20 @@ def signals_of(
     targets: Mapping[Role, int],
     gpus_each: Mapping[Role, float],
 ) -> Signals:
-    """One look. `samples` are of routers that are counted, one at least; a role without a target has no workers."""
+    """One sample. `samples` are of routers that are counted, one at least; a role without a target has no workers."""
     heard_s = {router: counted.last[router].heard_s for router in samples}
     newest_s = max(heard_s.values())
     timely = (router for router in samples if heard_s[router] > newest_s - LATE_S)
-    seen = samples[max(timely, key=lambda router: (samples[router].num_workers, heard_s[router]))].numbers
+    numbers = samples[max(timely, key=lambda router: (samples[router].num_workers, heard_s[router]))].numbers
 
     def role_signals(role: Role) -> RoleSignals:
-        names = [one.name for one in fields(RoleSignals) if f"{role}.{one.name}" in seen]
-        told = {"running": 0, "target": targets.get(role, 0), **{name: int(seen[f"{role}.{name}"]) for name in names}}
-        return RoleSignals(**told, gpus_each=gpus_each.get(role, 0.0), costs=_costs(role, seen))
+        names = [one.name for one in fields(RoleSignals) if f"{role}.{one.name}" in numbers]
+        named = {
+            "running": 0,
+            "target": targets.get(role, 0),
+            **{name: int(numbers[f"{role}.{name}"]) for name in names},
+        }
+        return RoleSignals(**named, gpus_each=gpus_each.get(role, 0.0), costs=_costs(role, numbers))
 
     return Signals(
         at_s=counted.elapsed_s,

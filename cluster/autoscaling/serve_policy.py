@@ -14,7 +14,7 @@ import msgspec
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
-from twostroke.cluster.autoscaling.autoscaler import ScalingOrder, ScalingView, State, is_due, look
+from twostroke.cluster.autoscaling.autoscaler import ScalingOrder, ScalingView, State, is_due, take_sample
 from twostroke.cluster.autoscaling.decision_watch import publish
 from twostroke.cluster.autoscaling.samples import RouterSample
 from twostroke.protocol.settings import from_plain
@@ -60,12 +60,14 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
 
 
 def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: float) -> tuple[State, bool]:
-    """Run `look` on what Serve knows."""
+    """Run `take_sample` on what Serve knows."""
     decode, router = named[DEPLOYMENTS["decode"]], named[ROUTER]
     order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder, dec_hook=from_plain)
     targets = {role: named[name].target_num_replicas for role, name in DEPLOYMENTS.items() if name in named}
     routers = {replica.unique_id for replica in router.running_replicas}
-    return look(state, ScalingView(samples_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order)
+    return take_sample(
+        state, ScalingView(samples_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order
+    )
 
 
 def samples_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, RouterSample]:
@@ -78,7 +80,7 @@ def samples_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, Router
             if known:
                 numbers.setdefault(replica.unique_id, {})[name] = known[-1].value
     return {
-        router: RouterSample(told["uptime_s"], told) for router, told in numbers.items() if "uptime_s" in told
+        router: RouterSample(values["uptime_s"], values) for router, values in numbers.items() if "uptime_s" in values
     }  # the others have told of nothing but their requests under way, which Serve counts by itself
 
 

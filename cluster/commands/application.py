@@ -20,7 +20,7 @@ LOOK_S = 2.0
 REACH_S = 5.0
 MOST_S = 86400.0
 
-Look = Callable[[], Mapping[str, Any] | None]
+StatusFetch = Callable[[], Mapping[str, Any] | None]
 """Serve's view of the application. It returns None where no application has the name, or nothing answers yet."""
 
 
@@ -40,24 +40,24 @@ def run_await(arguments: argparse.Namespace) -> int:
 
 
 def failure_of(
-    look: Look, patience_s: float, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    fetch: StatusFetch, patience_s: float, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
     """None once the application runs; else why it does not, with what each deployment says."""
     deadline = clock() + patience_s
     while True:
-        told = look()
-        status = "not known to Serve" if told is None else told["status"]
+        application = fetch()
+        status = "not known to Serve" if application is None else application["status"]
         if status == "RUNNING":
             return None
         if status == "DEPLOY_FAILED" or clock() >= deadline:
-            return "\n".join([f"the application is {status}", *_messages(told or {})])
+            return "\n".join([f"the application is {status}", *_messages(application or {})])
         sleep(LOOK_S)
 
 
-def _messages(told: Mapping[str, Any]) -> list[str]:
-    said = [told.get("message", "")]
-    said += [f"{name} is {one['status']}: {one['message']}" for name, one in told.get("deployments", {}).items()]
-    return [one for one in said if one]
+def _messages(status: Mapping[str, Any]) -> list[str]:
+    messages = [status.get("message", "")]
+    messages += [f"{name} is {one['status']}: {one['message']}" for name, one in status.get("deployments", {}).items()]
+    return [one for one in messages if one]
 
 
 def _status(address: str, app_name: str) -> Mapping[str, Any] | None:
@@ -70,8 +70,8 @@ def _status(address: str, app_name: str) -> Mapping[str, Any] | None:
         return None
     except (AuthenticationError, RuntimeError, ValueError) as error:
         raise ConfigError(f"--address {address}: {error}") from error
-    told: Mapping[str, Any] | None = details["applications"].get(app_name)
-    return told
+    status: Mapping[str, Any] | None = details["applications"].get(app_name)
+    return status
 
 
 def add_drain_arguments(parser: argparse.ArgumentParser) -> None:

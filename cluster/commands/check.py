@@ -58,16 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments)
     try:
         with _folder_of(arguments.model, config.model.revision) as folder:
-            told = _served(folder, config, arguments)
+            report = _served(folder, config, arguments)
     except ConfigError as error:
-        told = {"family": None, "way": "refused", "reason": str(error)}
+        report = {"family": None, "way": "refused", "reason": str(error)}
     if arguments.json:
-        print(json.dumps(told))
+        print(json.dumps(report))
     else:
-        print("\n".join(_lines(told, arguments)))
-        if told["way"] != "refused" and _published(arguments.model, config.model.revision) is not None:
+        print("\n".join(_lines(report, arguments)))
+        if report["way"] != "refused" and _published(arguments.model, config.model.revision) is not None:
             print("\nwith your copy of the model in place of its name: a folder, a GGUF file or a hub id")
-    return CAN_T_BE_SERVED if told["way"] == "refused" else 0
+    return CAN_T_BE_SERVED if report["way"] == "refused" else 0
 
 
 @contextmanager
@@ -92,8 +92,8 @@ def _config(arguments: argparse.Namespace) -> ClusterConfig:
     read_config(raw)  # so that what is wrong in the file is told as the file's
     lay_over(raw, dtype=arguments.dtype, quantization=arguments.quantization)
     given = {"kv_cache_dtype": arguments.kv_cache_dtype, "revision": arguments.revision}
-    if told := {name: value for name, value in given.items() if value is not None}:
-        raw["model"] = {**(raw.get("model") or {}), **told}
+    if named := {name: value for name, value in given.items() if value is not None}:
+        raw["model"] = {**(raw.get("model") or {}), **named}
     return read_config(raw)
 
 
@@ -105,13 +105,16 @@ def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) 
 
     model = open_model(folder)
     given_end_tokens(folder)  # routers would refuse to start
-    told = _of_worker("decode", folder, model, config, arguments)
-    held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)
-    if config.has_prefill and (held.dtype, held.quantization) != (by_prefill.dtype, by_prefill.quantization):
-        prefill = told["prefill"] = _of_worker("prefill", folder, model, config, arguments)
-        if prefill["way"] == "refused" and told["way"] != "refused":
-            told |= {"way": "refused", "reason": f"prefill workers: {prefill['reason']}"}
-    return told
+    report = _of_worker("decode", folder, model, config, arguments)
+    model_held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)
+    if config.has_prefill and (model_held.dtype, model_held.quantization) != (
+        by_prefill.dtype,
+        by_prefill.quantization,
+    ):
+        prefill = report["prefill"] = _of_worker("prefill", folder, model, config, arguments)
+        if prefill["way"] == "refused" and report["way"] != "refused":
+            report |= {"way": "refused", "reason": f"prefill workers: {prefill['reason']}"}
+    return report
 
 
 def _of_worker(
@@ -126,7 +129,7 @@ def _of_worker(
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
 
     section = config.roles[role]
-    held = config.model_of(section)
+    section_model = config.model_of(section)
     set_up = section.parallel
     parallel = replace(
         set_up,
@@ -145,13 +148,13 @@ def _of_worker(
         )
     # Of a hub id, nothing but its configuration is here. Nearly all are bf16.
     found_dtype = model.dtype if has_weights(folder) else torch.bfloat16
-    dtype = resolve_dtype(held.dtype, found_dtype, device)
-    kv_dtype = resolve_kv_dtype(held.kv_cache_dtype, model.shape, dtype)
+    dtype = resolve_dtype(section_model.dtype, found_dtype, device)
+    kv_dtype = resolve_kv_dtype(section_model.kv_cache_dtype, model.shape, dtype)
     bounds = StepBounds(section.max_step_tokens, section.max_batch)
     model.check_ranks(parallel, config.block_size(section))
     found = fit(
         model.shape,
-        model.weight_bytes(dtype, held.quantization, parallel),
+        model.weight_bytes(dtype, section_model.quantization, parallel),
         itemsize=dtype.itemsize,
         kv_itemsize=kv_dtype.itemsize,
         memory=memory,
@@ -167,8 +170,8 @@ def _of_worker(
         "active_parameters": model.num_active_parameters,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_dtype": str(kv_dtype).removeprefix("torch."),
-        "quantization": held.quantization,
-        "weights": model.weights_as(held.quantization),
+        "quantization": section_model.quantization,
+        "weights": model.weights_as(section_model.quantization),
         "ranks": parallel.num_ranks,
         "pipeline_parallel": parallel.stages,
         "expert_parallel": parallel.has_whole_experts,
@@ -194,12 +197,12 @@ def _too_small(found: "Fit", memory: int) -> str:
     )
 
 
-def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
+def _lines(report: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
     """Return the description as lines for people."""
     from twostroke.model.cache.memory import gibibytes
 
-    if told["family"] is None:
-        return [f"{arguments.model} can't be served: {told['reason']}"]
+    if report["family"] is None:
+        return [f"{arguments.model} can't be served: {report['reason']}"]
     where = f"a {arguments.gpu}" if arguments.gpu else "this machine"
 
     def of_rank(by: dict[str, Any]) -> str:
@@ -213,28 +216,28 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
             + (f" and up to {gibibytes(by['kv_window_bytes'])} a request that decodes" if by["kv_window_bytes"] else "")
         )
 
-    through = " through transformers" if told["way"] == "transformers" else ""
-    held = held_as(told["dtype"], told["weights"])
-    is_routed = told["active_parameters"] < told["parameters"]
-    active = f", of which a token takes {told['active_parameters'] / 1e6:,.1f} M" if is_routed else ""
+    through = " through transformers" if report["way"] == "transformers" else ""
+    form = held_as(report["dtype"], report["weights"])
+    is_routed = report["active_parameters"] < report["parameters"]
+    active = f", of which a token takes {report['active_parameters'] / 1e6:,.1f} M" if is_routed else ""
     lines = [
-        f"{told['family']}{through}, {told['parameters'] / 1e6:,.1f} M parameters{active}, in {held}",
-        taken(told),
+        f"{report['family']}{through}, {report['parameters'] / 1e6:,.1f} M parameters{active}, in {form}",
+        taken(report),
     ]
-    if (prefill := told.get("prefill")) is not None:
+    if (prefill := report.get("prefill")) is not None:
         lines.append(
             f"on a prefill worker in {held_as(prefill['dtype'], prefill['weights'])}: {taken(prefill)}, contexts "
             f"of up to {prefill['max_context']:,} tokens"
         )
-    if told["way"] == "refused":
-        return [*lines, f"can't be served on {where}: {told['reason']}"]
+    if report["way"] == "refused":
+        return [*lines, f"can't be served on {where}: {report['reason']}"]
     lines.append(
-        f"on {where}, of which a worker may have {gibibytes(told['memory_bytes'])}{of_rank(told)}: contexts of up to "
-        f"{told['max_context']:,} tokens (the model's own: {told['model_context']:,}), "
-        f"{told['max_requests']} of them at once if all that is left is KV cache"
+        f"on {where}, of which a worker may have {gibibytes(report['memory_bytes'])}{of_rank(report)}: "
+        f"contexts of up to {report['max_context']:,} tokens (the model's own: {report['model_context']:,}), "
+        f"{report['max_requests']} of them at once if all that is left is KV cache"
     )
     if arguments.gpu is None:
-        asked = {
+        serve_flags = {
             "--config": arguments.config,
             "--dtype": arguments.dtype,
             "--quantization": arguments.quantization,
@@ -242,19 +245,19 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
             "--tensor-parallel-size": arguments.tensor_parallel,
             "--pipeline-parallel-size": arguments.pipeline_parallel,
         }
-        flags = "".join(f" {flag} {value}" for flag, value in asked.items() if value is not None)
+        flags = "".join(f" {flag} {value}" for flag, value in serve_flags.items() if value is not None)
         flags += " --enable-expert-parallel" if arguments.expert_parallel else ""
         lines += ["", f"    twostroke serve --model {arguments.model}{flags}"]
         if arguments.context_parallel:
             lines.append("    with decode: {context_parallel: true} in the file of --config")
         return lines
-    shared = "".join(f", {name}: true" for name in ("expert_parallel", "context_parallel") if told[name])
-    stages = told["pipeline_parallel"]
+    shared = "".join(f", {name}: true" for name in ("expert_parallel", "context_parallel") if report[name])
+    stages = report["pipeline_parallel"]
     staged = f", pipeline_parallel: {stages}" if stages > 1 else ""
-    worker = f"{{num_gpus: 1, tensor_parallel: {told['ranks'] // stages}{staged}{shared}}}"
+    worker = f"{{num_gpus: 1, tensor_parallel: {report['ranks'] // stages}{staged}{shared}}}"
     settings = {
-        "model": f"{{path: {arguments.model}, quantization: {told['quantization']}"
-        + (", kv_cache_dtype: fp8}" if told["kv_dtype"] == FP8 else "}"),
+        "model": f"{{path: {arguments.model}, quantization: {report['quantization']}"
+        + (", kv_cache_dtype: fp8}" if report["kv_dtype"] == FP8 else "}"),
         "prefill": worker,
         "decode": worker,
     }
@@ -264,5 +267,5 @@ def _lines(told: dict[str, Any], arguments: argparse.Namespace) -> list[str]:
         *lines,
         "",
         "    twostroke serve --config FILE, of one worker of each role, with",
-        *(f"    {name}: {said}" for name, said in settings.items()),
+        *(f"    {name}: {text}" for name, text in settings.items()),
     ]

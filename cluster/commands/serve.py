@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="of this machine, that may be used (default: all)")
     for flag, (kind, metavar, about) in _FLAGS.items():
-        told = f"{about} ({', '.join(SAME[_dest(flag)])})"
-        parser.add_argument(*_SHORT.get(flag, ()), flag, dest=_dest(flag), type=kind, metavar=metavar, help=told)
+        help_text = f"{about} ({', '.join(SAME[_dest(flag)])})"
+        parser.add_argument(*_SHORT.get(flag, ()), flag, dest=_dest(flag), type=kind, metavar=metavar, help=help_text)
     parser.add_argument(
         "--enable-expert-parallel",
         action="store_true",
@@ -292,11 +292,11 @@ def _show_line(text: str, console: Console) -> None:
 
 def _show_ready(order: ServeOrder, name: str, console: Console) -> None:
     url, config = own_url(order.host, order.port), read_config(order.settings)
-    endpoint, asked = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
+    endpoint, request_body = "completions", {"prompt": "import os\n\ndef list_files(path):\n", "temperature": 0.6}
     if config.model.path == str(instruct_model()):
         question = {"role": "user", "content": "Name the capital of France."}
-        endpoint, asked = "chat/completions", {"messages": [question], "temperature": 0.0}
-    body = json.dumps({"model": name, **asked, "max_tokens": 48})
+        endpoint, request_body = "chat/completions", {"messages": [question], "temperature": 0.0}
+    body = json.dumps({"model": name, **request_body, "max_tokens": 48})
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
     key = " -H 'Authorization: Bearer KEY'" if keys_of(config) else ""

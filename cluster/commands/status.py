@@ -303,7 +303,7 @@ class StatusView:
     before_at: float = 0.0
     lost: str | None = None  # why nobody answers now
 
-    def look(self, fetch: Fetch, clock: Clock) -> None:
+    def refresh(self, fetch: Fetch, clock: Clock) -> None:
         """Ask the server once more."""
         try:
             status = fetch()
@@ -346,7 +346,7 @@ def watch(
         if live is not None:
             live.start()
         while True:
-            view.look(fetch, clock)
+            view.refresh(fetch, clock)
             if live is not None:
                 live.update(view.shown(clock()), refresh=True)
             else:

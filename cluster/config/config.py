@@ -168,12 +168,12 @@ def read_config(raw: object) -> ClusterConfig:
 
 def lay_over(raw: dict[str, Any], *, dtype: str | None, quantization: str | None) -> None:
     """Have all workers hold the model so, whatever `raw` says of all of them or of one role; None: as it is."""
-    said = {name: value for name, value in (("dtype", dtype), ("quantization", quantization)) if value is not None}
+    given = {name: value for name, value in (("dtype", dtype), ("quantization", quantization)) if value is not None}
     for role in get_args(Role):
         if raw.get(role):
-            raw[role] = {name: value for name, value in raw[role].items() if name not in said}
-    if said:
-        raw["model"] = {**(raw.get("model") or {}), **said}
+            raw[role] = {name: value for name, value in raw[role].items() if name not in given}
+    if given:
+        raw["model"] = {**(raw.get("model") or {}), **given}
 
 
 def with_keys(config: ClusterConfig, keys: Sequence[KeyConfig]) -> ClusterConfig:

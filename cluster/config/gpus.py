@@ -34,8 +34,8 @@ def share_gpus(settings: Mapping[str, Any], gpus: int) -> Shared:
         line = f"{_gpus(idle)} idle: the workers are told to take {used:g} of {gpus}" if idle else None
         return Shared(dict(settings), line, idle > 0)
     if len(autos) < len(sections):  # one role says: the other does likewise
-        (said,) = (section.gpus for section in sections.values() if section.num_gpus != "auto")
-        return share_gpus(_told(settings, dict.fromkeys(autos, said and 1)), gpus)
+        (given,) = (section.gpus for section in sections.values() if section.num_gpus != "auto")
+        return share_gpus(_told(settings, dict.fromkeys(autos, given and 1)), gpus)
     least = max(section.num_ranks for section in sections.values())
     if least > gpus:
         raise ConfigError(f"decode.tensor_parallel: {least} ranks need as many GPUs, and there are {gpus}: lower it")
@@ -43,10 +43,10 @@ def share_gpus(settings: Mapping[str, Any], gpus: int) -> Shared:
         return _as_many_as_fit(settings, config, gpus)
     if config.autoscaling.enabled:
         budget = config.autoscaling.budget or gpus
-        told = _told(settings, dict.fromkeys(sections, 1))
-        told["autoscaling"] = {**told["autoscaling"], "budget": min(budget, gpus)}
+        shared = _told(settings, dict.fromkeys(sections, 1))
+        shared["autoscaling"] = {**shared["autoscaling"], "budget": min(budget, gpus)}
         return Shared(
-            told, f"GPUs: up to {min(budget, gpus):g} of {gpus}, one for each rank, as the autoscaler decides"
+            shared, f"GPUs: up to {min(budget, gpus):g} of {gpus}, one for each rank, as the autoscaler decides"
         )
     ranks = config.num_ranks
     workers_on_one = -(-ranks // gpus)
@@ -66,17 +66,17 @@ def _as_many_as_fit(settings: Mapping[str, Any], config: ClusterConfig, gpus: in
     """Both roles where there is room for a worker of each, else decode workers that read prompts, too."""
     of_prefill, of_decode = config.prefill.num_ranks, config.decode.num_ranks
     if of_prefill + of_decode > gpus:
-        told = _told(settings, {"prefill": 0, "decode": 1}, {"prefill": 0, "decode": gpus // of_decode})
+        shared = _told(settings, {"prefill": 0, "decode": 1}, {"prefill": 0, "decode": gpus // of_decode})
         line = "GPUs: too few for a worker of each role, so decode workers read prompts, too (aggregated)"
         prefill = 0
     else:
         prefill = max(1, min(int(gpus * PREFILL_SHARE / of_prefill), (gpus - of_decode) // of_prefill))
         decode = (gpus - prefill * of_prefill) // of_decode
-        told = _told(settings, {"prefill": 1, "decode": 1}, {"prefill": prefill, "decode": decode})
+        shared = _told(settings, {"prefill": 1, "decode": 1}, {"prefill": prefill, "decode": decode})
         line = f"GPUs: {prefill} prefill and {decode} decode workers share {gpus}"
-    idle = gpus - prefill * of_prefill - told["decode"]["replicas"] * of_decode
+    idle = gpus - prefill * of_prefill - shared["decode"]["replicas"] * of_decode
     more = f"; {_gpus(idle)} idle: workers' ranks do not divide them" if idle else ""
-    return Shared(told, f"{line}{more}. --prefill, --decode and --gpus choose otherwise", idle > 0)
+    return Shared(shared, f"{line}{more}. --prefill, --decode and --gpus choose otherwise", idle > 0)
 
 
 def one_for_each_rank(settings: Mapping[str, Any], *, has_gpus: bool) -> Shared:
@@ -86,22 +86,22 @@ def one_for_each_rank(settings: Mapping[str, Any], *, has_gpus: bool) -> Shared:
         return Shared(dict(settings), None)
     if config.model.device == "cpu":
         return Shared(dict(settings), "The cluster's GPUs stay idle: model.device is cpu", True)
-    said = [section.gpus for section in config.roles.values() if section.num_gpus != "auto"]
+    given = [section.gpus for section in config.roles.values() if section.num_gpus != "auto"]
     autos = [role for role, section in config.roles.items() if section.num_gpus == "auto"]
-    told = _told(settings, dict.fromkeys(autos, 0 if 0 in said else 1))
-    is_idle = 0 in said
-    return Shared(told, "The cluster's GPUs stay idle: num_gpus is 0" if is_idle else None, is_idle)
+    shared = _told(settings, dict.fromkeys(autos, 0 if 0 in given else 1))
+    is_idle = 0 in given
+    return Shared(shared, "The cluster's GPUs stay idle: num_gpus is 0" if is_idle else None, is_idle)
 
 
 def _told(
     settings: Mapping[str, Any], gpus: Mapping[Any, float], replicas: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    told = dict(settings)
+    merged = dict(settings)
     for role, number in gpus.items():
-        told[role] = {**(told.get(role) or {}), "num_gpus": number}
+        merged[role] = {**(merged.get(role) or {}), "num_gpus": number}
     for role, count in (replicas or {}).items():
-        told[role] = {**told[role], "replicas": count}
-    return told
+        merged[role] = {**merged[role], "replicas": count}
+    return merged
 
 
 def _used(config: ClusterConfig) -> float:

@@ -55,9 +55,9 @@ def settings_of(kind: type[Section], path: str = "") -> Iterator[Setting]:
         if isinstance(inner, type) and issubclass(inner, Section):
             yield from settings_of(inner, f"{path}{name}.")
             continue
-        told = schema["properties"][name]
-        default = _REQUIRED if name in schema.get("required", ()) else _plain(told["default"])
-        yield Setting(f"{path}{name}", default, _values(told), _sentence(told.get("description", "")))
+        field_schema = schema["properties"][name]
+        default = _REQUIRED if name in schema.get("required", ()) else _plain(field_schema["default"])
+        yield Setting(f"{path}{name}", default, _values(field_schema), _sentence(field_schema.get("description", "")))
         if get_origin(inner) is tuple and isinstance(get_args(inner)[0], type):
             yield from settings_of(get_args(inner)[0], f"{path}{name}[].")
 
@@ -89,8 +89,8 @@ def _table(settings: Sequence[Setting]) -> Iterator[str]:
     yield "| setting | default | values | what it is, and when to change it |"
     yield "|---|---|---|---|"
     rows: dict[str, dict[Sequence[str], list[str]]] = {}
-    for path, *told in settings:
-        rows.setdefault(_ROLE.sub("", path), {}).setdefault(tuple(told), []).append(path)
+    for path, *cells in settings:
+        rows.setdefault(_ROLE.sub("", path), {}).setdefault(tuple(cells), []).append(path)
     for (default, values, text), paths in (row for alike in rows.values() for row in alike.items()):
         yield f"| {_names(paths)} | {default if default == _REQUIRED else f'`{default}`'} | {values} | {text} |"
 
@@ -110,29 +110,31 @@ def _plain(default: object) -> str:
     return json.dumps(int(default) if isinstance(default, float) and default.is_integer() else default)
 
 
-def _values(told: Mapping[str, Any]) -> str:
+def _values(field_schema: Mapping[str, Any]) -> str:
     """Return the allowed values, from the JSON schema."""
-    kinds = [kind for kind in told.get("anyOf", [told]) if kind.get("type") != "null"]
+    kinds = [kind for kind in field_schema.get("anyOf", [field_schema]) if kind.get("type") != "null"]
     words = [word for kind in kinds for word in _options(kind)]
     return ", ".join([*words, *(_range(kind) for kind in kinds if not _options(kind))])
 
 
-def _options(told: Mapping[str, Any]) -> list[str]:
-    if told.get("type") == "boolean":
+def _options(field_schema: Mapping[str, Any]) -> list[str]:
+    if field_schema.get("type") == "boolean":
         return ["`true`", "`false`"]
-    return [f"`{option}`" for option in told.get("enum", [told["const"]] if "const" in told else [])]
+    return [
+        f"`{option}`" for option in field_schema.get("enum", [field_schema["const"]] if "const" in field_schema else [])
+    ]
 
 
-def _range(told: Mapping[str, Any]) -> str:
-    kind = told.get("type")
+def _range(field_schema: Mapping[str, Any]) -> str:
+    kind = field_schema.get("type")
     if kind == "object":
-        return f"{_many(_range(told['additionalProperties']))} by name"
+        return f"{_many(_range(field_schema['additionalProperties']))} by name"
     if kind == "array":
-        return "sections" if "$ref" in told["items"] else _many(_range(told["items"]))
+        return "sections" if "$ref" in field_schema["items"] else _many(_range(field_schema["items"]))
     if kind == "string":
         return "a text"
-    low, above = told.get("minimum"), told.get("exclusiveMinimum")
-    high, below = told.get("maximum"), told.get("exclusiveMaximum")
+    low, above = field_schema.get("minimum"), field_schema.get("exclusiveMinimum")
+    high, below = field_schema.get("maximum"), field_schema.get("exclusiveMaximum")
     least = _plain(low) if above is None else f"above {_plain(above)}"
     most = _plain(high) if below is None else f"below {_plain(below)}"
     if high is None and below is None:

@@ -153,7 +153,7 @@ class ServeFleet:
         reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket, pull)
         return reply
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         handle, directory = self._home(worker)
         reply: PrefillReply = await self._call(handle.read, directory, worker, request)
         return reply

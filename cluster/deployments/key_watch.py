@@ -48,7 +48,7 @@ class KeyWatch:
         """Seconds since the keys in use were last found to be those of the file."""
         return self._clock() - self._current_at
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Take the file's keys, if it is another one than before or could not be read before. Raises nothing."""
         path = self._config.auth.keys_file
         assert path is not None  # nobody looks otherwise
@@ -81,7 +81,7 @@ class KeyWatch:
 
     async def _follow(self) -> None:
         while True:
-            await self.look()
+            await self.check()
             await asyncio.sleep(LOOK_S)
 
 

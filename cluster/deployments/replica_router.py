@@ -22,10 +22,10 @@ class ReplicaByPeer(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        told = {replica.replica_id: read_worker_metadata(replica.replica_metadata) for replica in replicas}
-        infos = {replica_id: info for replica_id, info in told.items() if info is not None}
+        metadata = {replica.replica_id: read_worker_metadata(replica.replica_metadata) for replica in replicas}
+        infos = {replica_id: info for replica_id, info in metadata.items() if info is not None}
         self._peers = {replica_id: info.peer for replica_id, info in infos.items()}
-        self._directory.replace(infos.values(), (one.unique_id for one in told.keys() - infos.keys()))
+        self._directory.replace(infos.values(), (one.unique_id for one in metadata.keys() - infos.keys()))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)

@@ -36,7 +36,7 @@ from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role
-from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
@@ -141,9 +141,14 @@ class RouterReplica:
         peer = Peer(replica.replica_id.unique_id, draw_epoch())
         log_as_replica(settings.logging, "router", peer)
         fleet = ServeFleet(prefill, decode, grace_s=settings.router.drain_grace_s)
-        channels = TokenChannels(
-            network=TcpNetwork(secret), peer=peer, clock=time.monotonic, config=settings.router.token_channel
+        knowledge = FleetKnowledge(
+            network=TcpNetwork(secret),
+            router=peer,
+            clock=time.monotonic,
+            config=settings.router.pipeline,
+            channel=settings.router.token_channel,
         )
+        channels = knowledge.channels
         replicas = settings.router.replicas
         admission = Admission(config=settings.slo, stats=channels.stats, clock=time.monotonic, num_routers=replicas)
         others = OtherRouters(serve.get_deployment_handle(replica.deployment, replica.app_name), own=peer.worker_id)
@@ -168,7 +173,7 @@ class RouterReplica:
             self._decisions = DecisionWatch(
                 partial(published, replica.app_name), interval_s=settings.scaling_interval_s
             )
-            await self._decisions.look()  # a router that is new knows how many workers there are to be
+            await self._decisions.check()  # a router that is new knows how many workers there are to be
             self._decisions.start()
             for handle in (decode, prefill):
                 if handle is not None:  # a worker that leaves may do so because of a decision
@@ -193,15 +198,7 @@ class RouterReplica:
             sampling_defaults=read_sampling_defaults(folder, settings.model.generation_config),
             fleet=fleet,
             channels=channels,
-            pipeline=Pipeline(
-                fleet=fleet,
-                channels=channels,
-                secret=secret,
-                clock=time.monotonic,
-                router=peer,
-                config=settings.router.pipeline,
-                admit=admission.admit,
-            ),
+            pipeline=Pipeline(fleet=fleet, knowledge=knowledge, secret=secret, admit=admission.admit),
             slo=settings.slo,
             admission=admission,
             tenants=tenants,
@@ -244,7 +241,7 @@ class RouterReplica:
 
     async def reading(self) -> RouterMetricsSample | None:
         """This router's numbers, for another one's scrape; None until it has any."""
-        return None if self._service is None else self._service.reading()
+        return None if self._service is None else self._service.sample()
 
     async def drain(self) -> int:
         """Be not ready, and soon take nothing new; returns how many choices are under way. May be called again."""

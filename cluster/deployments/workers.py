@@ -93,7 +93,7 @@ class _WorkerReplica(Generic[WorkerT]):
         """Serve asks this of replicas that it keeps, never of those that it takes down."""
         if self._worker is not None:
             self._worker.check_health()
-            self._worker.stay()  # a router may have heard otherwise, and said so
+            self._worker.resume()  # a router may have heard otherwise, and said so
 
     async def __del__(self) -> None:
         """Serve awaits this once the replica's calls have returned; the KV of some may still be under way."""
@@ -101,10 +101,10 @@ class _WorkerReplica(Generic[WorkerT]):
             await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         """Score a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
         another."""
-        return await self._meant(worker).read(request)
+        return await self._meant(worker).score_prompt(request)
 
 
 class PrefillReplica(_WorkerReplica["PrefillWorker"]):
@@ -117,7 +117,7 @@ class PrefillReplica(_WorkerReplica["PrefillWorker"]):
         from twostroke.prefill_worker.worker import PrefillWorker
 
         parts = await self._load(settings, secret)
-        await self._start(PrefillWorker(config, parts.equipment))
+        await self._start(PrefillWorker(config, parts.deps))
 
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -137,7 +137,7 @@ class DecodeReplica(_WorkerReplica["DecodeWorker"]):
         from twostroke.decode_worker.worker import DecodeWorker
 
         parts = await self._load(settings, secret)
-        await self._start(DecodeWorker(config, parts.equipment, parts.rank.loaded.swap_space))
+        await self._start(DecodeWorker(config, parts.deps, parts.rank.loaded.swap_space))
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None

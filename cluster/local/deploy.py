@@ -39,9 +39,9 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
         application_status = serve.status().applications.get(APPLICATION)
         deployments = application_status.deployments.values() if application_status is not None else ()
         for text in (str(error), *(deployment.message for deployment in deployments)):
-            told = _CONFIG_ERROR.search(text)
-            if told is not None:
-                raise ConfigError(told[1]) from error
+            matched = _CONFIG_ERROR.search(text)
+            if matched is not None:
+                raise ConfigError(matched[1]) from error
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 
@@ -76,9 +76,9 @@ def _deploy_as_config(arguments: dict[str, Any]) -> None:
         )
     )
     while True:
-        told = serve.status().applications.get(APPLICATION)
-        if told is not None and told.status == ApplicationStatus.RUNNING:
+        status = serve.status().applications.get(APPLICATION)
+        if status is not None and status.status == ApplicationStatus.RUNNING:
             return
-        if told is not None and told.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-            raise RuntimeError(told.message)
+        if status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise RuntimeError(status.message)
         time.sleep(LOOK_S)

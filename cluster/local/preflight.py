@@ -56,14 +56,14 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     free = available_bytes(torch.device("cpu"))
     needs: list[MemoryNeed] = []
     caches: list[str] = []  # of roles for which nobody says a size
-    held: dict[str, str] = {}  # how each role holds the model
+    forms: dict[str, str] = {}  # how each role holds the model
     for role, section in config.roles.items():
         most = config.counts[role].most
         if most == 0:
             continue
         engine = WorkerSettings.of(config, section).engine_config(folder)
         dtype = resolve_dtype(engine.dtype, found.dtype, device)
-        held[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
+        forms[role] = held_as(str(dtype).removeprefix("torch."), found.weights_as(engine.quantization))
         step = step_bytes_on_cpu(model, engine.bounds, dtype.itemsize)
         try:
             resolve_device(engine)
@@ -93,11 +93,11 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     if device.type == "cpu":
         rest = PROCESS_BYTES * (config.router.replicas + SERVE_PROCESSES)
         check_memory_of_all(needs, rest, free)
-    if len(set(held.values())) == 1:
-        told = held["decode"]
+    if len(set(forms.values())) == 1:
+        form = forms["decode"]
     else:
-        told = " and ".join(f"{how} at {role} workers" for role, how in held.items())
-    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {told} on {device.type}"]
+        form = " and ".join(f"{how} at {role} workers" for role, how in forms.items())
+    lines = [f"{found.num_parameters / 1e6:.1f} M parameters, {form} on {device.type}"]
     if str(defaults):
         lines.append(f"Sampling where a request says nothing, by generation_config.json: {defaults}")
     if caches:

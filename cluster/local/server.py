@@ -89,7 +89,7 @@ class FleetWatch:
         self._known: dict[str, tuple[str, str]] | None = None  # by epoch: role, worker id
         self._is_silent = False
 
-    def look(self, status: Mapping[str, Any]) -> list[str]:
+    def news_of(self, status: Mapping[str, Any]) -> list[str]:
         """A line for each role that is to have more or fewer workers, and for each worker that is gone or new."""
         lines = ["The server answers again"] if self._is_silent else []
         self._is_silent = False
@@ -117,12 +117,12 @@ class FleetWatch:
 
     def _targets(self, autoscaling: Mapping[str, Any] | None) -> list[str]:
         lines: list[str] = []
-        for role, told in (autoscaling or {"roles": {}})["roles"].items():
-            target, before = told["target"], self._expected.get(role)
+        for role, entry in (autoscaling or {"roles": {}})["roles"].items():
+            target, before = entry["target"], self._expected.get(role)
             if target != before:
                 noun = "worker" if target == 1 else "workers"
                 lines.append(
-                    f"The autoscaler asks for {target} {role} {noun} instead of {before} ({told['last_change']})"
+                    f"The autoscaler asks for {target} {role} {noun} instead of {before} ({entry['last_change']})"
                 )
             self._expected[role] = target
         return lines
@@ -199,7 +199,7 @@ def _gpus_in_sight() -> int:
 
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
     try:
-        return watch.look(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
+        return watch.news_of(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
     except ConfigError as error:
         return watch.no_answer(str(error))
 

@@ -52,7 +52,7 @@ class ServerProcess:
         assert self._process is not None  # inside of the context
         return self._process.pid
 
-    def said(self) -> str:
+    def output(self) -> str:
         """All that the server has said so far. Leaves the place alone at which it goes on writing."""
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
@@ -69,9 +69,9 @@ class ServerProcess:
         try:
             while not self._is_ready(self):
                 if self._process.poll() is not None:
-                    raise ServerFailed(f"the server ended while it started: {self.said()[-2000:]}")
+                    raise ServerFailed(f"the server ended while it started: {self.output()[-2000:]}")
                 if time.monotonic() > began + START_S:
-                    raise ServerFailed(f"the server was not ready within {START_S:g} s: {self.said()[-2000:]}")
+                    raise ServerFailed(f"the server was not ready within {START_S:g} s: {self.output()[-2000:]}")
                 time.sleep(POLL_S)
         except BaseException:
             self.end()
@@ -104,7 +104,7 @@ def twostroke_server(arguments: Sequence[str], *, port: int | None = None) -> Se
     port = free_ports(1)[0] if port is None else port
     model = [] if "--model" in arguments or "--config" in arguments else ["--model", "bundled"]
     command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), *model, *arguments]
-    return ServerProcess(command, port, lambda server: "\ncurl " in server.said())
+    return ServerProcess(command, port, lambda server: "\ncurl " in server.output())
 
 
 @contextlib.contextmanager

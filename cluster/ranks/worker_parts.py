@@ -16,13 +16,12 @@ from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
 from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
 from twostroke.protocol.errors import ConfigError, WorkerLost
-from twostroke.protocol.frames import MAX_PAYLOAD_BYTES
 from twostroke.protocol.messages import most_step_bytes
-from twostroke.protocol.network import Network
+from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
-    from twostroke.kvtransfer.sides import ReceivingSide, SendingSide
+    from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
     from twostroke.model.load import LoadedEngine
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 class WorkerParts:
     """An engine with its cache, its block accounting, and both sides of KV transfer, over all ranks."""
 
-    equipment: "WorkerDeps"
+    deps: "WorkerDeps"
     rank: RankParts  # rank 0's
     led: LedRanks | None = None  # None: there are no others
 
@@ -71,7 +70,7 @@ async def load_parts(
     from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.model.cuda.gpu_use import watch_gpu
     from twostroke.protocol.grammars import Grammars
-    from twostroke.worker.block_pool import BlockPool
+    from twostroke.worker.scheduling.block_pool import BlockPool
     from twostroke.worker.worker import WorkerDeps
 
     balance: ExpertBalance | None = None

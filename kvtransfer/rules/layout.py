@@ -1,8 +1,8 @@
-"""Who sends which layers' KV heads to whom, in what pieces, and which of them may be sent next. Pure.
+"""The layout of a transfer: which rank sends which layers and heads to which rank, in what pieces and order. Pure.
 
-A lane joins one rank of the source worker to one rank of the target worker, which have layers and heads in common. All
-lanes of a transfer are independent: each has its own control connection, link, grant, digests and commit; the transfer
-is whole when all of them are.
+A lane joins one rank of the source worker to one rank of the target worker, which have layers and heads in common: a
+RankPair. The transfer on it is a LaneTransfer (kvtransfer/transfer.py). All lanes of a transfer are independent: each
+has its own control connection, link, grant, digests and commit. The transfer has succeeded when all of them have.
 
 The piece that travels is the unit: the K and V of a lane's heads, or the latents, for `unit_tokens` tokens of one
 layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides what a rank has of a block on either
@@ -24,13 +24,13 @@ SCALE_BYTES = 2  # bf16, one for each row: a (token, head) of K or of V, or a la
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of a request's units: every `of`-th, the first of them `index`. A lane numbers its own share from 0 on."""
+    """Every `of`-th of a request's units, from `index` on. A lane numbers the units of its share from 0."""
 
     index: int = 0
     of: int = 1
 
     def below(self, num_units: int) -> int:
-        """How many of the first `num_units` are of the share."""
+        """Return how many of the first `num_units` units belong to the share."""
         return (num_units - self.index + self.of - 1) // self.of
 
 
@@ -52,15 +52,15 @@ class RankPair:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Units of one layer, as they lie in one side's store, in the order of the wire."""
+    """Units of one layer in one side's store, in the order of the wire."""
 
-    layer: int  # the model's number: which of the store's tensors it is in, the cut knows
+    layer: int  # the model's number; Cut.tensor_of returns its tensor in the store
     unit_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One rank's end of a lane: how its store is cut into the units that travel."""
+    """One rank's end of a lane: how its store is cut into units."""
 
     layout: KVLayout  # this side's
     rank: int
@@ -73,12 +73,12 @@ class Cut:
 
     @property
     def units_per_block(self) -> int:
-        """Of those that the rank has."""
+        """Units of a block, counting those that the rank has."""
         return self.layout.rank_tokens // self.unit_tokens
 
     @property
     def is_whole_blocks(self) -> bool:
-        """A unit on the wire is a block of the store, byte by byte: nothing has to be packed."""
+        """True where a unit on the wire is a block of the store, byte by byte: nothing has to be packed."""
         return self.units_per_block == 1 and self.num_heads == self.layout.heads_per_rank and self.encoding == "raw"
 
     @property
@@ -97,11 +97,11 @@ class Cut:
 
     @cached_property
     def num_tensors(self) -> int:
-        """Of this rank's store, whatever the lane has of them."""
+        """Tensors of this rank's store, including those that the lane does not use."""
         return self._groups.num_tensors
 
     def tensor_of(self, layer: int) -> int:
-        """Of this rank's store: what holds the KV of one of the lane's layers."""
+        """Return the index of the store's tensor that holds the KV of one of the lane's layers."""
         return self._groups.tensor_of_layer[layer - self._first_layer]
 
     @cached_property
@@ -113,7 +113,7 @@ class Cut:
         return self.layout.layers_of(self.rank).start
 
     def segments(self, runs: Iterable[Run], block_ids: tuple[int, ...]) -> tuple[Segment, ...]:
-        """Where the runs' units lie in this side's store, for a request with this block table."""
+        """Return the places of the runs' units in this side's store, for a request with this block table."""
         return tuple(Segment(run.layer, tuple(self._unit_ids(run, block_ids))) for run in runs)
 
     def _unit_ids(self, run: Run, block_ids: tuple[int, ...]) -> Sequence[int]:
@@ -129,9 +129,10 @@ class Cut:
 
 
 def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
-    """The rows of a block table that hold `num_tokens` tokens, of which a transfer needs what follow-ups attend to.
+    """Return the rows of a block table that hold `num_tokens` tokens.
 
-    Raises ValueError where there is no block for some of that, or where blocks are not distinct ones of `num_blocks`.
+    Raises ValueError where a block is missing that later tokens attend to, or where blocks are not distinct ones of
+    `num_blocks`.
     """
     groups, rows = layout.groups, -(-num_tokens // layout.block_size)
     table = tuple(block_ids[: rows * groups.count])
@@ -152,13 +153,13 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
     return table
 
 
-def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[RankPair, ...]:
-    """The lanes of a transfer: every unit of every layer and head of every target rank comes from one source rank.
+def rank_pairs(source: KVLayout, target: KVLayout) -> tuple[RankPair, ...]:
+    """Return the lanes of a transfer: each unit of each layer and head of a target rank comes from one source rank.
 
-    Where a stage's ranks outnumber heads they hold copies: each copy at the target is filled, and the source's copies
-    share the work. Where those are several times as many as the target's, each target rank has lanes from several, in
-    turns from unit to unit. Where ranks share each block's tokens, units go from who has them to who is to have them.
-    Raises ValueError for sizes that can't share the heads evenly, or the layers, or the tokens.
+    Where a stage has more ranks than heads, ranks hold copies: each copy at the target is filled, and the source's
+    copies share the work. Where the source has several times as many copies as the target, each target rank has lanes
+    from several, alternating from unit to unit. Where ranks share each block's tokens, a unit goes from the rank that
+    has it to the rank that needs it. Raises ValueError where ranks can't share the heads, layers or tokens evenly.
     """
     for layout in (source, target):
         small, large = sorted((layout.tp_size, layout.num_kv_heads))
@@ -168,23 +169,23 @@ def plan_lanes(source: KVLayout, target: KVLayout) -> tuple[RankPair, ...]:
             raise ValueError(f"{layout.pp_size} stages can't share {layout.num_layers} layers")
         if layout.context_ranks < 1 or layout.block_size % layout.context_ranks:
             raise ValueError(f"{layout.context_ranks} ranks can't share blocks of {layout.block_size} tokens")
-    lanes: list[RankPair] = []
+    pairs: list[RankPair] = []
     for target_rank in range(target.num_ranks):
         wanted = target.layers_of(target_rank)
         for stage in range(source.pp_size):
             held = source.layers_of(stage * source.tp_size)
             layers = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
             if layers and max(source.context_ranks, target.context_ranks) > 1:
-                lanes += _of_parts(source, stage, target, target_rank, layers)
+                pairs += _of_parts(source, stage, target, target_rank, layers)
             elif layers:
-                lanes += _from_stage(source, stage, target, target_rank, layers)
-    return tuple(lanes)
+                pairs += _from_stage(source, stage, target, target_rank, layers)
+    return tuple(pairs)
 
 
 def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[RankPair]:
-    """As `_from_stage`, of latents, where the ranks of either side or of both have parts of blocks."""
+    """Yield the lanes of latents from one stage where the ranks of a side have parts of blocks."""
     unit_tokens = _unit_tokens(source, target)
-    # From here on it is the same units again.
+    # After these tokens the pattern repeats.
     period = max(side.block_size for side in (source, target) if side.context_ranks > 1)
     wanted = target.tokens_of(target_rank)
     for token in range(0, period, unit_tokens):
@@ -199,7 +200,7 @@ def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, 
 
 
 def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[RankPair]:
-    """The lanes that bring one target rank these layers, which a stage of the source has."""
+    """Yield the lanes that bring one target rank these layers, which a stage of the source has."""
     source_tp, target_tp, num_kv_heads = source.tp_size, target.tp_size, source.num_kv_heads
     source_copies = max(1, source_tp // num_kv_heads)  # ranks of a stage that hold the same head
     target_copies = max(1, target_tp // num_kv_heads)
@@ -215,15 +216,15 @@ def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int
         first += count
 
 
-def cut_lane(lane: RankPair, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
-    """The lane's ends at the source and at the target."""
+def cut_pair(pair: RankPair, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
+    """Return the pair's ends at the source and at the target."""
     unit_tokens = _unit_tokens(source, target)
 
     def end(layout: KVLayout, rank: int) -> Cut:
-        first = lane.first_head - layout.first_head(rank)
-        return Cut(layout, rank, lane.layers, first, lane.num_heads, unit_tokens, encoding, lane.share)
+        first = pair.first_head - layout.first_head(rank)
+        return Cut(layout, rank, pair.layers, first, pair.num_heads, unit_tokens, encoding, pair.share)
 
-    return end(source, lane.source_rank), end(target, lane.target_rank)
+    return end(source, pair.source_rank), end(target, pair.target_rank)
 
 
 def _unit_tokens(source: KVLayout, target: KVLayout) -> int:
@@ -233,9 +234,9 @@ def _unit_tokens(source: KVLayout, target: KVLayout) -> int:
 def first_units(
     groups: KVGroups, layers: range, num_tokens: int, unit_tokens: int, skip_tokens: int, share: Share
 ) -> dict[int, int]:
-    """Of each of these layers, the first unit of the share that is sent of so many tokens; their number where none is.
+    """Return for each layer the first unit of the share that is sent; the number of units where none is.
 
-    `groups` are the whole model's. The target has the first `skip_tokens`, and nobody attends to what lies before a
+    `groups` are the whole model's. The target has the first `skip_tokens`, and no token attends to units before a
     layer's window.
     """
     skipped = -(-skip_tokens // unit_tokens) if skip_tokens == num_tokens else skip_tokens // unit_tokens
@@ -244,16 +245,16 @@ def first_units(
 
 
 class ChunkPlan:
-    """Every unit of a share of some layers exactly once, but for the skipped ones, and none before it is full.
+    """Plans the chunks of a lane: every unit of its layers once, except skipped ones, and none before it is full.
 
-    Of a layer with a window, only the units that the token after the last attends to.
+    For a layer with a window these are only the units that the token after the last attends to.
 
-    Nothing is cut into runs before it is asked for: what becomes ready while the link is busy, or the grant is late,
-    goes in as few chunks as their size allows, several layers in one.
+    Runs are made when they are requested: units that become ready while the link is busy, or before the grant, go in as
+    few chunks as their size allows, several layers in one.
     """
 
     def __init__(self, *, groups: KVGroups, layers: range, num_tokens: int, num_ready_tokens: int):
-        """`groups` are the whole model's; `layers`, with the model's numbers, are those that go."""
+        """`groups` are the whole model's; `layers`, with the model's numbers, are those to send."""
         self.layers = layers
         self._num_tokens = num_tokens
         self._groups = groups
@@ -267,7 +268,7 @@ class ChunkPlan:
         self._waiting: deque[int] = deque()  # layers with full units, in the order in which they became full
 
     def begin(self, unit_tokens: int, skip_tokens: int, share: Share = ALL_UNITS) -> None:
-        """Units have this size, and the peer has those of the first `skip_tokens`. Once, before the first run.
+        """Set the size of units, and skip those of the first `skip_tokens`. Called once, before the first run.
 
         Raises ValueError for more tokens than there are, and for part of a unit.
         """
@@ -284,8 +285,10 @@ class ChunkPlan:
         )
 
     def add_ready(self, layer: int, num_tokens: int) -> None:
-        """The first `num_tokens` tokens of `layer` are in the blocks. Raises ValueError for more than there are, and
-        for another layer than those that go."""
+        """Note that the first `num_tokens` tokens of `layer` are in the blocks.
+
+        Raises ValueError for more tokens than there are, and for a layer that is not to be sent.
+        """
         if layer not in self.layers:
             raise ValueError(f"layer {layer} is none of {self.layers}")
         if not 0 <= num_tokens <= self._num_tokens:
@@ -299,7 +302,7 @@ class ChunkPlan:
             self._waiting.append(layer)
 
     def next_runs(self, max_units: int) -> tuple[Run, ...]:
-        """Takes the runs of the next chunk, of `max_units` units at most; none where no unit is full now."""
+        """Take the runs of the next chunk, of at most `max_units` units; none where no unit is full now."""
         runs: list[Run] = []
         while self._waiting and max_units:
             layer = self._waiting[0]
@@ -315,17 +318,17 @@ class ChunkPlan:
 
     @property
     def has_runs(self) -> bool:
-        """A unit is full and not taken."""
+        """True where a unit is full and not taken."""
         return bool(self._waiting)
 
     @property
     def all_ready(self) -> bool:
-        """Every token of every layer is in its block."""
+        """True where every token of every layer is in its block."""
         return self._num_unready == 0
 
     @property
     def all_taken(self) -> bool:
-        """Every unit of every layer was taken or skipped."""
+        """True where every unit of every layer was taken or skipped."""
         return self._num_untaken == 0
 
     def _full_units(self, num_tokens: int) -> int:

@@ -1,24 +1,10 @@
-"""A transfer's life on either side, as one table.
+"""The lifecycle of a transfer on either side, as one table.
 
 Rules of this file: nothing here does I/O, waits, or knows a clock. A state and an event give the next state; a pair
 that is not in the table raises. Whoever drives a transfer asks here first and acts afterwards.
 
-This is the life of one lane (one pair of ranks); a transfer is done when all its lanes are.
-
-SENDING, FINISHING, RELEASING, RECEIVING and ABORTING mean that somebody touches the blocks right now: at least one
-chunk is under way. CHUNK_BEGIN is the first of them, CHUNK_END the last: the lane counts those
-between. Blocks may be freed in RELEASED, VERIFIED
-and ABORTED alone. PEER_LOST is reported only after the link is closed, so it ends these states at once; ABORT has to
-wait for the chunks that are under way.
-
-    sender     OFFERING -> OFFERED -> GRANTED <-> SENDING
-               GRANTED -> COMMITTED -> RELEASED
-               SENDING -> FINISHING -> COMMITTED       (chunks were out when the commit went)
-               FINISHING -> RELEASING -> RELEASED      (the peer's answer was quicker than our own call's return)
-    receiver   AWAITING_OFFER -> GRANTED <-> RECEIVING         GRANTED -> VERIFIED
-    both       any -> ABORTED, through ABORTING where a chunk is under way
-
-An offer that comes before the request it belongs to is no transfer yet: the receiver keeps it aside.
+The states are those of one lane (a pair of ranks); a transfer has ended once all its lanes have. An offer that arrives
+before the request it belongs to is no transfer yet: the receiver keeps it aside.
 """
 
 from enum import Enum
@@ -28,11 +14,27 @@ from twostroke.protocol.errors import TwostrokeError
 
 
 class IllegalTransition(TwostrokeError):
-    """An event that can't happen in this state: a peer that breaks the protocol, or our own mistake."""
+    """An event that can't happen in this state: a peer that breaks the protocol, or a mistake here."""
 
 
 class SenderState(Enum):
-    """The side of the worker that has the KV."""
+    """The states of a lane at the source, which has the KV.
+
+               OFFER            GRANT               COMMIT              VERIFIED
+      OFFERING -----> OFFERED -----> GRANTED --------------> COMMITTED ----------> RELEASED
+                                      |   ^                      ^                     ^
+                          CHUNK_BEGIN |   | CHUNK_END            | CHUNK_END           | CHUNK_END
+                                      v   |      COMMIT          |      VERIFIED       |
+                                     SENDING ------------> FINISHING ----------> RELEASING
+
+      ABORT      any state but the last two -> ABORTED, from SENDING and FINISHING by way of ABORTING
+      PEER_LOST  any state -> ABORTED, but RELEASING -> RELEASED
+
+    In the lower row and in ABORTING a chunk's bytes are being read from the blocks. CHUNK_BEGIN is the first chunk
+    under way, CHUNK_END the last; the lane counts those between. An ABORT waits for the chunks under way. PEER_LOST is
+    reported only after the link is closed, so nothing is under way then. Blocks may be freed in RELEASED and ABORTED
+    alone. RELEASING means that the peer's answer arrived before the call that sends a chunk returned.
+    """
 
     OFFERING = "offering"  # opened; the offer is not out yet
     OFFERED = "offered"
@@ -47,7 +49,21 @@ class SenderState(Enum):
 
 
 class ReceiverState(Enum):
-    """The side of the worker that gets the KV."""
+    """The states of a lane at the target, which receives the KV.
+
+                      OFFER            COMMIT
+      AWAITING_OFFER -----> GRANTED ------------> VERIFIED
+                             |   ^
+                 CHUNK_BEGIN |   | CHUNK_END
+                             v   |
+                           RECEIVING
+
+      ABORT      any state but VERIFIED -> ABORTED, from RECEIVING by way of ABORTING
+      PEER_LOST  any state but VERIFIED -> ABORTED
+
+    In RECEIVING and ABORTING a chunk's bytes are being written into the blocks, which may be freed in VERIFIED and
+    ABORTED alone. COMMIT is the source's commit once every chunk that it names has arrived.
+    """
 
     AWAITING_OFFER = "awaiting offer"
     GRANTED = "granted"
@@ -58,13 +74,13 @@ class ReceiverState(Enum):
 
 
 class TransferEvent(Enum):
-    """What can happen to either."""
+    """The events of either side."""
 
-    OFFER = "offer"  # it is out; it has come, and fits
-    GRANT = "grant"  # has come
+    OFFER = "offer"  # sent; or received, and fits
+    GRANT = "grant"  # received
     CHUNK_BEGIN = "chunk begin"  # the first one under way
     CHUNK_END = "chunk end"  # the last one under way
-    COMMIT = "commit"  # it is out; it has come, and every chunk it names is there
+    COMMIT = "commit"  # sent; or received, and every chunk that it names is there
     VERIFIED = "verified"  # by the peer
     ABORT = "abort"  # ours or the peer's, or a deadline has passed
     PEER_LOST = "peer lost"
@@ -111,7 +127,7 @@ _TABLE = _table()
 
 
 def transition(state: S, event: TransferEvent) -> S:
-    """The state after `event`. Raises IllegalTransition where the table has no such cell."""
+    """Return the state after `event`. Raises IllegalTransition where the table has no such cell."""
     after: S | None = _TABLE.get((state, event))
     if after is None:
         raise IllegalTransition(f"{event} can't happen in {state}")

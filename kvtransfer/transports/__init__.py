@@ -1,4 +1,4 @@
-"""Ways for KV to travel, by the names they have in the configuration."""
+"""The KV transports, by their names in the configuration."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ NAMES = ("cuda_ipc", "nixl", "shm", "tcp", "torch_distributed")
 
 @dataclass(frozen=True)
 class Transports:
-    """All transports that a rank has, and what its peers are told of them."""
+    """All transports of a rank, and the description that its peers get."""
 
     by_name: Mapping[str, Transport]
     reach: Reach
@@ -41,14 +41,13 @@ def make_transports(
     tcp_max_bytes_per_s: int | None = None,
     staged_chunk_bytes: int | None = None,
 ) -> Transports:
-    """The transports that `choice` names for this store: `auto` (all that it can do, best first), or a single one.
+    """Make the transports that `choice` names for this store: `auto` (all possible ones, best first), or a single one.
 
-    `tcp_streams` is how many TCP connections a link between machines may have.
-    `tcp_max_bytes_per_s` is what a TCP link sends at most; None: as much as goes. `staged_chunk_bytes` is the largest
-    chunk where a link needs memory of its own for it; None: as configured elsewhere.
-    On a GPU, what links with workers of `peers`' layouts launch for KV in this `encoding` is compiled here, which may
-    block for some seconds: no transfer's deadline runs meanwhile.
-    Raises ConfigError for a name that there is not, or that this store can't do, with the way out.
+    `tcp_streams` bounds the TCP connections of a link between machines, `tcp_max_bytes_per_s` the rate of a TCP link
+    (None: no bound). `staged_chunk_bytes` is the largest chunk where a link needs memory of its own for it; None: the
+    default. On a GPU, the kernels of links with workers of `peers`' layouts, for KV in this `encoding`, are compiled
+    here, which may block for some seconds: no transfer's deadline runs meanwhile.
+    Raises ConfigError, with a remedy, for an unknown name and for a transport that this store can't use.
     """
     names = _automatic(store) if choice == "auto" else (choice,)
     if join_timeout_s is None:
@@ -83,7 +82,7 @@ def _make(
     tcp_max_bytes_per_s: int | None,
     staged_chunk_bytes: int | None,
 ) -> Transport:
-    """Imports what only this transport needs. Raises ConfigError."""
+    """Make one transport, and import what only it needs. Raises ConfigError."""
     if name == "shm":
         if not isinstance(store, SharedStore):
             raise ConfigError("the KV cache is not in shared memory, which shm needs; set the transport to auto or tcp")
@@ -124,10 +123,9 @@ def _make(
 
 
 def _machine() -> str:
-    """Equal where two processes can share memory and reach each other's abstract sockets.
+    """Return a name that is equal where two processes can share memory and reach each other's abstract sockets.
 
-    Containers of one host have its boot id in common; their network namespaces, which abstract sockets belong to,
-    differ.
+    Containers of one host share its boot id; their network namespaces, to which abstract sockets belong, differ.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,4 +1,4 @@
-"""Which transport a pair of ranks uses. Pure."""
+"""The choice of the transport that a pair of ranks uses. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _SETTING = "kv_transfer.transport"
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """A transport for a pair, and how that came."""
+    """A transport for a pair, and why it was chosen."""
 
     transport: str
     why: str  # in words for people
@@ -36,7 +36,7 @@ class TransportChoice:
 
 
 def choose_transport(source: Reach, target: Reach, encoding: Encoding, without: Sequence[str] = ()) -> TransportChoice:
-    """The best transport that both ends have, one in `without` only where there is no other.
+    """Return the best transport that both ends have; one in `without` only where there is no other.
 
     Raises ConfigError where they have none in common, with both sides' lists.
     """
@@ -56,14 +56,14 @@ def _is_too_far(name: str, source: Reach, target: Reach) -> bool:
 
 
 def _order(source: Reach, target: Reach) -> list[str]:
-    """All transports that come into question, best first; those that we have no opinion of by the target's."""
+    """Return all possible transports, best first; unknown ones last, in the target's order."""
     known = _ON_GPUS if "cpu" not in (source.device, target.device) else _ELSEWHERE
     others = dict.fromkeys((*target.transports, *source.transports))
     return [*known, *(name for name in others if name not in {*_ON_GPUS, *_ELSEWHERE})]
 
 
 def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> str | None:
-    """Why this pair can't use a transport, as a sentence; None where it can."""
+    """Return why this pair can't use a transport, as a sentence; None where it can."""
     if _is_too_far(name, source, target):
         return f"{name}: the workers run on different machines ({source.machine} and {target.machine})"
     if name in ("torch_distributed", "nixl") and (source.device == "cpu") != (target.device == "cpu"):
@@ -77,7 +77,7 @@ def _obstacle(name: str, source: Reach, target: Reach, encoding: Encoding) -> st
 
 
 def _not_offered(name: str, source: Reach, target: Reach) -> list[str]:
-    """Who does not offer a transport: whose setting leaves it out, and who can't."""
+    """Return the sides that do not offer a transport: those whose setting leaves it out, and those that can't."""
     lacking = [
         (side, reach.is_configured)
         for side, reach in (("source", source), ("target", target))
@@ -95,7 +95,7 @@ def _not_offered(name: str, source: Reach, target: Reach) -> list[str]:
 
 
 def _whose(sides: Sequence[str]) -> str:
-    """Whose setting it is, where that is not everybody's."""
+    """Name the sides whose setting it is, where it is not that of both."""
     return f"the {sides[0]}'s " if len(sides) == 1 else ""
 
 

@@ -56,7 +56,7 @@ _WORD_BYTES = 8
 
 
 class LayerHandle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What `_share_cuda_` says of one layer's memory, and where in it the layer begins."""
+    """The handle of one layer's memory by `_share_cuda_`, and the layer's offset in it."""
 
     handle: bytes
     num_bytes: int
@@ -100,7 +100,7 @@ def open_layer(shared: LayerHandle, device: torch.device) -> torch.UntypedStorag
 
 
 def missing() -> str | None:
-    """What this process lacks for its cache to be shared with others; None where nothing."""
+    """Return what keeps this process from sharing its cache with others; None: nothing."""
     if not torch.cuda.is_available():
         return "a CUDA device"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
@@ -121,7 +121,7 @@ class CudaIpcTransport(LocalTransport):
         self._sharing = threading.Lock()
 
     def handles(self) -> tuple[LayerHandle, ...]:
-        """Of all layers. On any thread. Raises RuntimeError where the memory can't be shared."""
+        """Return the handles of all layers. On any thread. Raises RuntimeError where the memory can't be shared."""
         with self._sharing:
             if not self._shared:
                 num_tensors = self._store.layout.groups_of(self._store.rank).num_tensors
@@ -218,7 +218,7 @@ class PeerDevicePool:
         self._bases = {layer: tensors[cut.tensor_of(layer)] for layer in cut.layers}
 
     def addresses(self, segments: Sequence[Segment], peer_ids: NDArray[np.int32]) -> Tensor:
-        """Where the peer's units begin: int64 [units] on our device."""
+        """Return the addresses of the peer's units: int64 [units] on this side's device."""
         counts = [len(segment.unit_ids) for segment in segments]
         bases = np.repeat(np.array([self._bases[segment.layer] for segment in segments], np.int64), counts)
         return address_tensor(self.places.addresses(bases, peer_ids), self._device)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.kvtransfer.link import ON_GPUS, DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.kernels.kv_units import (
@@ -53,9 +53,9 @@ class DeviceQueue:
             memory.record_stream(self._stream)
 
     def later(self, found: Tensor) -> Callable[[], bytes]:
-        """What waits, on any thread, until what was launched so far is done, and returns the tensor's bytes then.
+        """Return a function that waits, on any thread, for the work launched so far, and returns the tensor's bytes.
 
-        What is launched later it does not wait for. Within the block.
+        It does not wait for work launched later. Call this within the block.
         """
         if self._stream is None:
             return found.numpy().tobytes
@@ -70,7 +70,7 @@ class DeviceQueue:
         return wait
 
     def wait(self) -> None:
-        """Until everything launched so far is done. Frees the interpreter's lock."""
+        """Wait until everything launched so far is done. Frees the interpreter's lock."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -94,7 +94,7 @@ class DeviceUnits:
         return -(-num_units * self._cut.unit_bytes // PADDING) * PADDING + DIGEST_BYTES
 
     def addresses(self, segments: Sequence[Segment]) -> Tensor:
-        """Where these units begin: int64 [units] on the device."""
+        """Return the addresses of these units: int64 [units] on the device."""
         parts: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         for segment in segments:
             if segment.layer not in self._bases:
@@ -143,7 +143,7 @@ class DeviceUnits:
 
     @property
     def _digests_words(self) -> bool:
-        """Whether both ends can digest units while they copy them; both decide alike, from what they have in common."""
+        """True where both ends can digest units while they copy them. Both ends decide this from the same facts."""
         return self._cut.encoding == "raw" and self.places.head_bytes % _WORD_BYTES == 0
 
     def _packed_addresses(self, packed: Tensor, num_units: int) -> Tensor:
@@ -152,7 +152,7 @@ class DeviceUnits:
 
 
 def places_of(cut: Cut) -> UnitPlaces:
-    """How the cut's units lie in its side's store."""
+    """Return how the cut's units lie in its side's store."""
     layout = cut.layout
     return paged_places(
         row_bytes=layout.head_dim * DTYPE_BYTES[layout.dtype],
@@ -201,7 +201,7 @@ def warm_up_source(cut: Cut, queue: DeviceQueue, device: torch.device) -> None:
 
 
 def warm_up_target(peer: Cut, own: Cut, queue: DeviceQueue, device: torch.device) -> None:
-    """As `warm_up_source`, of a target of cuda_ipc: it copies a unit."""
+    """Copy a unit, to compile and load what a cuda_ipc target needs; the counterpart of `warm_up_source`."""
     with queue():
         here, there = (DeviceUnits(ScratchStore(cut, device), cut) for cut in (peer, own))
         found = torch.empty(2, dtype=torch.int64, device=device)
@@ -218,10 +218,10 @@ def warm_up_lanes(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLa
     layout, device = store.layout, torch.device(store.device)
     queue = DeviceQueue(device)
     for peer in dict.fromkeys(peers):
-        lanes = plan_lanes(layout, peer)
-        outgoing = [cut_lane(lane, layout, peer, encoding)[0] for lane in lanes if lane.source_rank == store.rank]
-        lanes = plan_lanes(peer, layout)
-        incoming = [cut_lane(lane, peer, layout, encoding) for lane in lanes if lane.target_rank == store.rank]
+        lanes = rank_pairs(layout, peer)
+        outgoing = [cut_pair(lane, layout, peer, encoding)[0] for lane in lanes if lane.source_rank == store.rank]
+        lanes = rank_pairs(peer, layout)
+        incoming = [cut_pair(lane, peer, layout, encoding) for lane in lanes if lane.target_rank == store.rank]
         if "cuda_ipc" in names and encoding == "raw":
             for cut in outgoing:
                 warm_up_source(cut, queue, device)
@@ -233,10 +233,10 @@ def warm_up_lanes(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLa
 
 
 class CudaStaging:
-    """For stores in a GPU's memory; one stream for each of its two threads.
+    """Staging memory for stores in a GPU's memory; one stream for each of its two threads.
 
-    All memory is allocated for these streams: what another stream, the engine's, has freed may still be in use there by
-    kernels that wait their turn.
+    All memory is allocated for these streams: memory that another stream, the engine's, has freed may still be in use
+    there by kernels that wait their turn.
 
     A layer is announced to the transfer once its KV is in memory (model/cache/kv_cache.py), so what is packed needs no
     event to wait for, and the model's stream never waits for this one.

@@ -1,4 +1,4 @@
-"""How the units of a lane lie in host memory, and their bytes on the way between there and a stream, batch by batch.
+"""The units of a lane in host memory, and their bytes on the way between there and a stream, batch by batch.
 
 A unit on the wire is [kinds (K and V, or latents), heads of the lane, unit_tokens, head_dim]. Where units are whole
 blocks, their batches are the blocks' own memory; otherwise they are packed through bounded staging memory, and encoded
@@ -30,7 +30,7 @@ Buffer = memoryview | NDArray[np.uint8]
 """uint8, one-dimensional, contiguous."""
 
 BATCH_BYTES = 128 * 1024
-"""So few that whoever reads a batch next (a digest, the kernel) finds it in the processor's cache."""
+"""Bytes of a batch: few enough that the next reader (a digest, the kernel) finds it in the processor's cache."""
 MAX_VIEWS = 1000  # in a batch: the kernel takes 1024 in one call, and a digest may follow
 
 
@@ -100,7 +100,7 @@ class HostUnits:
     def _places(
         self, segments: Sequence[Segment], packed: Buffer
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
-        """For each segment: its layer, its units' blocks and places in them, and where they lie in `packed`."""
+        """Yield for each segment its layer, its units' blocks and places in them, and their slice of `packed`."""
         flat = np.frombuffer(packed, np.uint8)
         at = 0
         for segment in segments:
@@ -184,7 +184,7 @@ def batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def count_units(segments: Sequence[Segment]) -> int:
-    """How many units there are in all segments."""
+    """Return the number of units in all segments."""
     return sum(len(segment.unit_ids) for segment in segments)
 
 

@@ -36,7 +36,7 @@ from twostroke.kvtransfer.transports.sockets import (
     Rest,
     SocketTransport,
     Token,
-    knock,
+    dial,
     read_params,
     receive_exactly,
 )
@@ -56,7 +56,7 @@ R = TypeVar("R")
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a source says of its memory, and of its end of the lane. A transport adds where its layers lie."""
+    """The description of a source's memory and of its end of the lane. A transport adds the places of its layers."""
 
     layout: KVLayout
     rank: int
@@ -76,9 +76,9 @@ def send_description(connected: socket.socket, description: PoolDescription) -> 
 
 
 def receive_description(connected: socket.socket, kind: type[D], cut: Cut) -> tuple[D, Cut]:
-    """What the peer describes, and its end of the lane, where `cut` is ours.
+    """Return the peer's description and its end of the lane; `cut` is this side's end.
 
-    Raises OSError, and ProtocolError for what is not as agreed.
+    Raises OSError, and ProtocolError for a description that does not fit.
     """
     (length,) = _LENGTH.unpack(receive_exactly(connected, _LENGTH.size))
     if length > MAX_DESCRIPTION_BYTES:
@@ -114,7 +114,7 @@ class SourceMemory(Protocol):
         """Tell the peer how to read it."""
 
     def digest(self, segments: Sequence[Segment], seal: int) -> bytes | Rest[bytes]:
-        """Of these units' bytes, as they are now. The Rest is for another thread, which takes them in their order."""
+        """Return the digest of these units' bytes now, or a Rest that another thread waits for, in order."""
 
 
 class TargetMemory(Protocol):
@@ -132,7 +132,7 @@ class TargetMemory(Protocol):
 
 
 def _then(result: bytes | Rest[bytes], use: Callable[[bytes], R]) -> R | Rest[R]:
-    """What `use` makes of the result, once it is there."""
+    """Apply `use` to the result, once it is there."""
     if isinstance(result, Rest):
         return Rest(lambda: use(result.finish()))
     return use(result)
@@ -187,7 +187,7 @@ class LocalTarget:
         self._num_peer_units = 0  # until `open`
 
     async def open(self, timeout_s: float) -> None:
-        """As LocalSource.open."""
+        """Connect to the source, like LocalSource.open."""
         await self._thread.call(self._open, timeout_s)
 
     async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
@@ -244,8 +244,8 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
         except OSError as error:
             raise ConnectionLost(f"can't listen for a peer on this machine: {error}") from error
 
-        async def make_link(guests: list[socket.socket]) -> LocalTarget:
-            thread = LinkThread(guests[0], f"kv-{self.name}")
+        async def make_link(connections: list[socket.socket]) -> LocalTarget:
+            thread = LinkThread(connections[0], f"kv-{self.name}")
             return await self._opened(LocalTarget(thread, memory, self.links.discard))
 
         return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
@@ -255,7 +255,7 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
         memory = self._source_memory(cut)
         theirs = read_params(params, _LocalParams, self.name)
         address = _PREFIX + theirs.name.encode()
-        (connected,) = await knock(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
+        (connected,) = await dial(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
         # The least that the system grants, a few chunks' messages: with room for hundreds, a long prompt's chunks would
         # all be announced before the target copies the first, and a short prompt's wait behind them.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)

@@ -1,8 +1,8 @@
 """KV by NIXL, over RDMA: the target reads each chunk out of the source's registered memory, with one descriptor.
 
-The link's own socket (sockets.py: a door, a one-time token) carries few bytes: the source tells its agent's metadata
-and where its buffers are, once; then, for each chunk, which buffer holds it and how long it is; the target answers with
-one byte when it has read that. The chunk itself NIXL moves, from a buffer of the source's into one of the target's.
+The link's own socket (sockets.py: a listener, a one-time token) carries few bytes. The source sends its agent's
+metadata and its buffers' addresses once, then, for each chunk, its buffer and length; the target answers with one byte
+when it has read that. NIXL moves the chunk itself, from a buffer of the source's into one of the target's.
 
 Why packed, and not block by block: a descriptor costs about 10 us wherever it was measured, and a chunk of 4 MiB in
 rows of 4 KiB (heads shared unequally) has 1024 of them. Packed it has one, whatever the blocks' sizes are, encodings
@@ -14,7 +14,7 @@ buffer. From there bytes get into blocks by the target's own thread, after their
 closed. NIXL itself can't be trusted with more: releasing a read that is under way returns as if it had ended, while UCX
 goes on with it until the agent is gone. So each link has an agent, which ends with it, and then its buffers.
 
-What listens: our door, on the address that the worker is known by, until the peer has come; and UCX, which needs TCP to
+Two sockets listen: our LinkListener, on the worker's address, until the peer has connected; and UCX, which needs TCP to
 find out that a peer is gone, on that address's interface alone (UCX_NET_DEVICES, where nobody else has set it). NIXL's
 listener and its progress thread, which takes a whole core even when idle, are off: UCX's part in a read is done by the
 threads that wait for its end.
@@ -57,7 +57,7 @@ from twostroke.kvtransfer.transports.sockets import (
     Rest,
     SocketTransport,
     Token,
-    knock,
+    dial,
     read_params,
     receive_exactly,
 )
@@ -80,7 +80,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 def missing() -> str | None:
-    """What this process lacks for NIXL; None where nothing."""
+    """Return what this process lacks for NIXL; None: nothing."""
     try:
         importlib.import_module(PACKAGE)
     except ImportError as error:
@@ -100,7 +100,7 @@ class _NixlParams(msgspec.Struct):
 
 
 class Offered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a source tells of its buffers."""
+    """The description of a source's buffers."""
 
     metadata: bytes  # of its agent
     addresses: tuple[int, ...]
@@ -135,8 +135,10 @@ class NixlTransport(SocketTransport["NixlEnd"]):
         port = listener.getsockname()[1]
         params = _NixlParams(host, port, token, self._machine, int(self._has_rdma), self._most_chunk_bytes)
 
-        async def make_link(guests: list[socket.socket]) -> NixlTarget:
-            return await self._opened(NixlTarget(guests[0], self._store, cut, self._units(cut), self.links.discard))
+        async def make_link(connections: list[socket.socket]) -> NixlTarget:
+            return await self._opened(
+                NixlTarget(connections[0], self._store, cut, self._units(cut), self.links.discard)
+            )
 
         return LinkListener(self, listener, token, msgspec.to_builtins(params), make_link, most=1)
 
@@ -152,12 +154,12 @@ class NixlTransport(SocketTransport["NixlEnd"]):
             family, address = await resolve(theirs.host, theirs.port)
         except OSError as error:
             raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
-        (connected,) = await knock(family, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
+        (connected,) = await dial(family, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
         units = min(self._units(cut), max(1, theirs.chunk_bytes // cut.unit_bytes))
         return await self._opened(NixlSource(connected, self._store, cut, units, self.links.discard))
 
     def _units(self, cut: Cut) -> int:
-        """Of one chunk, at most."""
+        """Return the most units of one chunk."""
         return max(1, self._most_chunk_bytes // cut.unit_bytes)
 
     async def _opened(self, link: "E") -> "E":
@@ -172,7 +174,7 @@ class NixlTransport(SocketTransport["NixlEnd"]):
 
 
 class NixlEnd(ABC):
-    """What both ends have: the link's threads, a NIXL agent, and its buffers, which a queue hands out."""
+    """The common part of both ends: the link's threads, a NIXL agent, and its buffers, which a queue hands out."""
 
     def __init__(
         self, connected: socket.socket, store: KVStore, cut: Cut, num_units: int, on_close: Callable[["NixlEnd"], None]
@@ -353,14 +355,14 @@ class NixlTarget(NixlEnd):
         self._thread.socket.sendall(_DONE)
 
     def _next_chunk(self) -> tuple[int, int]:
-        """Which of the source's buffers holds it, and its bytes there."""
+        """Return the index of the source's buffer that holds the next chunk, and its bytes there."""
         index, num_bytes = _CHUNK.unpack(receive_exactly(self._thread.socket, _CHUNK.size))
         if index >= len(self._offered.addresses):
             raise ProtocolError(f"the peer names a buffer outside of its {len(self._offered.addresses)}")
         return index, num_bytes
 
     def _read(self, address: int, into: Tensor, until_s: float | None) -> None:
-        """From the peer's memory. Raises ConnectionLost, also where the link was broken off meanwhile."""
+        """Read from the peer's memory. Raises ConnectionLost, also where the link was broken off meanwhile."""
         here = self._places(into.data_ptr(), into.numel(), self._device)
         there = self._places(address, into.numel(), self._offered.device)
         handle = ask(self._agent.initialize_xfer, "READ", here, there, self._peer)
@@ -385,9 +387,9 @@ E = TypeVar("E", bound=NixlEnd)
 
 
 def ask(method: Callable[..., Any], *arguments: Any) -> Any:
-    """What NIXL answers. Its errors become ConnectionLost: they are many classes, with none above them but Exception.
+    """Return what NIXL answers. Raises ConnectionLost for its errors: many classes with no base but Exception.
 
-    They go, and the call with them: a traceback that somebody keeps would keep the agent.
+    Neither the error nor its call is kept: a traceback would keep the agent.
     """
     try:
         return method(*arguments)

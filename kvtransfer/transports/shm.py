@@ -107,7 +107,7 @@ class ShmTarget:
     def _copy(
         self, units: HostUnits, theirs: Sequence[Segment], ours: Sequence[Segment], digest: xxhash.xxh3_128
     ) -> None:
-        """From the peer's units into our own, and through the digest."""
+        """Copy the peer's units into this side's, and through the digest."""
         starts = range(0, count_units(ours), self._batch_units)
         for source, target in zip(split_segments(theirs, starts), split_segments(ours, starts), strict=True):
             batch = self._batch[: count_units(target) * self._units.unit_bytes]

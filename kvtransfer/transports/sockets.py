@@ -1,8 +1,8 @@
 """Links over sockets: how their two ends find each other, and the thread that blocks on each socket.
 
-The receiving side opens a door: a listening socket of its own for one peer. Where it is and a one-time token are told
-on the authenticated control connection, and the peer shows the token on every connection of the link. On a unix socket
-either side must also belong to the same user.
+The receiving side opens a LinkListener: a listening socket for one peer. Its address and a one-time token are sent on
+the authenticated control connection, and the peer shows the token on every connection of the link. On a unix socket
+both sides must also belong to the same user.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ TOKEN_BYTES = 32
 
 _GREETING = struct.Struct(f"{TOKEN_BYTES}sBB")  # token, the connection's index, how many connections there are
 _ACCEPTED = b"\x01"
-_MAX_STRANGERS = 128
+_MAX_UNADMITTED = 128
+"""Connections that may wait for their admission at once."""
+
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 L = TypeVar("L", bound=LinkEnd)
@@ -42,7 +44,7 @@ Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_B
 
 
 def read_params(params: LinkParams, kind: type[P], transport: str) -> P:
-    """The peer's link parameters as a transport's own type. Raises ConnectionLost where they are none of it."""
+    """Convert the peer's link parameters to a transport's own type. Raises ConnectionLost where they do not fit."""
     try:
         return msgspec.convert(params, kind)
     except msgspec.ValidationError as error:
@@ -50,20 +52,20 @@ def read_params(params: LinkParams, kind: type[P], transport: str) -> P:
 
 
 class SocketTransport(Generic[L]):
-    """Has the doors and links of one rank."""
+    """The listeners and links of one rank."""
 
     def __init__(self, join_timeout_s: float):
         self.join_timeout_s = join_timeout_s
         self.links: set[L] = set()
-        self.doors: set[LinkListener[Any]] = set()
+        self.listeners: set[LinkListener[Any]] = set()
 
     async def close(self) -> None:
-        await asyncio.gather(*(door.close() for door in tuple(self.doors)))
+        await asyncio.gather(*(listener.close() for listener in tuple(self.listeners)))
         await asyncio.gather(*(link.close() for link in tuple(self.links)))
 
 
 class LinkListener(Generic[L]):
-    """A PendingLink: listens for one peer with the right token, until all its connections have come."""
+    """A PendingLink: listens for one peer with the right token, until all its connections are made."""
 
     def __init__(
         self,
@@ -75,36 +77,36 @@ class LinkListener(Generic[L]):
         *,
         most: int,
     ):
-        """Lets `most` connections in at most. `make_link` owns those that it gets."""
+        """Accepts at most `most` connections. `make_link` owns those that it gets."""
         listener.setblocking(False)
-        transport.doors.add(self)
+        transport.listeners.add(self)
         self._transport = transport
         self._listener = listener
         self._token = token
         self.params = params
         self._make_link = make_link
         self._most = most
-        self._guests: dict[int, socket.socket] = {}  # by the connection's index
-        self._num_guests: int | None = None  # as the first that came says
+        self._connections: dict[int, socket.socket] = {}  # by their index
+        self._num_connections: int | None = None  # announced by the first
         self._fault = "the link was given up"
-        self._settled = asyncio.Event()  # all have come, or nobody will
+        self._settled = asyncio.Event()  # all are made, or none will be
         self._tasks: set[asyncio.Task[None]] = set()
-        asyncio.get_running_loop().add_reader(listener, self._let_in)
+        asyncio.get_running_loop().add_reader(listener, self._accept)
 
     async def established(self) -> L:
-        await within(self._transport.join_timeout_s, self._settled.wait(), "the peer's way to the link")
+        await within(self._transport.join_timeout_s, self._settled.wait(), "joining the link")
         await self._stop()
-        if len(self._guests) != self._num_guests:
+        if len(self._connections) != self._num_connections:
             raise ConnectionLost(self._fault)
-        guests = [self._guests[index] for index in range(len(self._guests))]
-        self._guests = {}
-        return await self._make_link(guests)
+        connections = [self._connections[index] for index in range(len(self._connections))]
+        self._connections = {}
+        return await self._make_link(connections)
 
     async def close(self) -> None:
-        """Send away who has come, unless `established` has made a link of them."""
+        """Close the connections, unless `established` has made a link of them."""
         await self._stop()
-        while self._guests:
-            self._guests.popitem()[1].close()
+        while self._connections:
+            self._connections.popitem()[1].close()
         self._settled.set()
 
     async def _stop(self) -> None:
@@ -115,62 +117,62 @@ class LinkListener(Generic[L]):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._transport.doors.discard(self)
+        self._transport.listeners.discard(self)
 
-    def _let_in(self) -> None:
-        """Accept one guest.
+    def _accept(self) -> None:
+        """Accept one connection.
 
-        The listener is watched here because `loop.sock_accept` raises within the loop, and loses the guest, where one
-        comes in the moment that the wait for it is cancelled.
+        The listener is watched here because `loop.sock_accept` raises within the loop, and loses the connection, where
+        one is made in the moment that the wait for it is cancelled.
         """
         try:
-            guest, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # the guest has left again
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # the peer has left again
             return
         except OSError as error:  # out of descriptors
             asyncio.get_running_loop().remove_reader(self._listener)
-            self._fault = f"no guest can be let in: {error}"
+            self._fault = f"no connection can be accepted: {error}"
             self._settled.set()
             return
-        if len(self._tasks) >= _MAX_STRANGERS or not is_trusted(guest):
-            guest.close()
+        if len(self._tasks) >= _MAX_UNADMITTED or not is_trusted(connection):
+            connection.close()
             return
-        task = asyncio.get_running_loop().create_task(self._admit(guest))
+        task = asyncio.get_running_loop().create_task(self._admit(connection))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._admitted_or_not, guest))
+        task.add_done_callback(partial(self._admission_ended, connection))
 
-    def _admitted_or_not(self, guest: socket.socket, task: asyncio.Task[None]) -> None:
-        """Close the guest whose admission has ended without success; a task cancelled at its start can't do that."""
+    def _admission_ended(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        """Close a connection that was not admitted; a task cancelled at its start can't do that itself."""
         self._tasks.discard(task)
-        if guest not in self._guests.values():
-            guest.close()
+        if connection not in self._connections.values():
+            connection.close()
 
-    async def _admit(self, guest: socket.socket) -> None:
-        """Let `guest` in if it shows the token; strangers wait beside each other, so none holds up the peer."""
+    async def _admit(self, connection: socket.socket) -> None:
+        """Admit a connection that shows the token. Several wait at once, so an unknown one does not delay the peer."""
         try:
-            guest.setblocking(False)
+            connection.setblocking(False)
             async with asyncio.timeout(self._transport.join_timeout_s):
-                token, index, count = _GREETING.unpack(await _receive_exactly(guest, _GREETING.size))
+                token, index, count = _GREETING.unpack(await _receive_exactly(connection, _GREETING.size))
                 if hmac.compare_digest(token, self._token) and self._is_expected(index, count):
-                    self._num_guests = count
-                    self._guests[index] = guest
-                    await asyncio.get_running_loop().sock_sendall(guest, _ACCEPTED)
-                    if len(self._guests) == count:
+                    self._num_connections = count
+                    self._connections[index] = connection
+                    await asyncio.get_running_loop().sock_sendall(connection, _ACCEPTED)
+                    if len(self._connections) == count:
                         self._settled.set()
-        except OSError:  # a stranger that left again or was slow, or a peer, whose link then breaks
+        except OSError:  # an unknown connection that left or was slow, or the peer, whose link then breaks
             pass
 
     def _is_expected(self, index: int, count: int) -> bool:
-        """Each connection comes once, and all of them say how many there are."""
-        return index not in self._guests and index < count <= self._most and self._num_guests in (None, count)
+        """Return True for the first connection of an index, where all announce the same number."""
+        return index not in self._connections and index < count <= self._most and self._num_connections in (None, count)
 
 
-async def knock(
+async def dial(
     family: socket.AddressFamily, address: Any, token: bytes, *, most: int, join_timeout_s: float
 ) -> list[socket.socket]:
-    """Connect to the peer's door: once within a machine, where one connection keeps both ends' cores busy, else `most`.
+    """Connect to the peer's listener: once within a machine, where one keeps both ends' cores busy, else `most` times.
 
-    The connections are the caller's. Raises ConnectionLost.
+    The connections belong to the caller. Raises ConnectionLost.
     """
     connections: list[socket.socket] = []
     loop = asyncio.get_running_loop()
@@ -199,16 +201,16 @@ async def knock(
 
 
 def is_within_one_machine(connected: socket.socket) -> bool:
-    """Whether both ends of a connection are on this machine."""
+    """Return True where both ends of a connection are on this machine."""
     if connected.family == socket.AF_UNIX:
         return True
     return bool(connected.getsockname()[0] == connected.getpeername()[0])
 
 
 def is_trusted(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a unix socket belongs to our user: the kernel says so, not the peer.
+    """Return True where the process at the other end of a unix socket belongs to our user: the kernel says so.
 
-    Of other sockets it says nothing; their peers show the token alone.
+    Other sockets are not checked; their peers show the token alone.
     """
     if connected.family != socket.AF_UNIX:
         return True
@@ -217,7 +219,7 @@ def is_trusted(connected: socket.socket) -> bool:
 
 
 async def _receive_exactly(connected: socket.socket, num_bytes: int) -> bytes:
-    """Raises OSError where the peer leaves before. Not a byte more is read: a descriptor may come with the next."""
+    """Receive exactly `num_bytes`: a descriptor may come with the next byte. Raises OSError where the peer leaves."""
     received = b""
     while len(received) < num_bytes:
         part = await asyncio.get_running_loop().sock_recv(connected, num_bytes - len(received))
@@ -229,7 +231,7 @@ async def _receive_exactly(connected: socket.socket, num_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rest(Generic[R]):
-    """What is left of a call once its first part has returned: a wait for a device."""
+    """The rest of a call whose first part has returned: a wait for a device."""
 
     finish: Callable[[], R]
 
@@ -237,8 +239,8 @@ class Rest(Generic[R]):
 class LinkThread:
     """Owns a connected socket and the thread that blocks on it.
 
-    A call whose function returns a Rest ends on a second thread, which takes them in their order: so the first one can
-    launch the next call's work while a device is still at this one's.
+    A call whose function returns a Rest ends on a second thread, which finishes them in order. So the first thread can
+    launch the next call's work while a device still works on this one's.
     """
 
     def __init__(self, connected: socket.socket, name: str):
@@ -258,10 +260,10 @@ class LinkThread:
         return self._broken
 
     async def call(self, function: Callable[A, R | Rest[R]], /, *args: A.args, **kwargs: A.kwargs) -> R:
-        """`function(*args, **kwargs)` on the thread, after all calls made before.
+        """Run `function(*args, **kwargs)` on the thread, after all calls made before.
 
-        The Rest that it may return is carried out even where the link has broken meanwhile: what was launched has ended
-        when this returns.
+        The Rest that it may return is carried out even where the link has broken meanwhile, so all work that was
+        launched has ended when this returns.
 
         Raises ConnectionLost for an OSError, for a RuntimeError (CUDA's errors are such), and once the link is broken.
         A cancellation breaks it too.
@@ -287,11 +289,11 @@ class LinkThread:
     def break_off(self) -> None:
         """Wake the thread, if it is in a call on the socket, with an error. Later calls are refused."""
         self._broken = True
-        with contextlib.suppress(OSError):  # the peer was quicker, or we are not connected yet
+        with contextlib.suppress(OSError):  # the peer has closed it already, or it is not connected yet
             self.socket.shutdown(socket.SHUT_RDWR)
 
     async def close(self, last: Callable[[], None] | None = None) -> None:
-        """When this returns no call is under way, and none will be: after the `last`, which is made on the thread."""
+        """End all calls for good, then make the `last` call on the thread."""
         self.break_off()
         if self._under_way:
             await asyncio.wait(self._under_way)
@@ -317,13 +319,13 @@ class LinkThread:
             failure: BaseException | None = None
             try:
                 result = function()
-            except BaseException as error:  # it belongs to whoever waits
+            except BaseException as error:  # raised to the caller
                 failure = error
             if isinstance(result, Rest):
                 self._finish_later(result, future)
                 del item, function, future, result
                 continue
-            with contextlib.suppress(RuntimeError):  # the loop was closed over our heads: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
                 self._loop.call_soon_threadsafe(self._settle, future, result, failure)
             del item, function, future, result, failure  # not kept alive by a thread that waits
 
@@ -340,11 +342,11 @@ class LinkThread:
             future.set_result(result)
         else:
             future.set_exception(failure)
-            future.exception()  # whoever made the call may have been cancelled
+            future.exception()  # marks it as retrieved: the caller may have been cancelled
 
 
 def receive_exactly(connected: socket.socket, num_bytes: int) -> bytearray:
-    """Blocks. Raises OSError where the peer leaves before."""
+    """Receive exactly `num_bytes`, blocking. Raises OSError where the peer leaves before."""
     received = bytearray(num_bytes)
     view = memoryview(received)
     while view:

@@ -1,7 +1,7 @@
-"""The way between a store's units and contiguous buffers that a process group can send, or NIXL read.
+"""Copies between a store's units and contiguous buffers that a process group can send, or NIXL read.
 
-A buffer holds a chunk as it is on the wire: its units one after the other, encoded where that was agreed, and their
-digest. So a chunk is one message, however many blocks and layers it spans.
+A buffer holds a chunk in its form on the wire: its units one after the other, encoded where agreed, and their digest.
+So a chunk is one message, however many blocks and layers it spans.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,33 +33,33 @@ class Staging(Protocol):
         """One for each chunk under way: while one is on the wire, the next is packed, or the one before unpacked."""
 
     def warm_up(self) -> None:
-        """Compile what `pack` and `unpack` launch, where it is not. May block for seconds. Raises RuntimeError."""
+        """Compile the kernels of `pack` and `unpack`, if needed. May block for seconds. Raises RuntimeError."""
 
     def buffer(self, index: int, num_units: int) -> Tensor:
-        """uint8 [num_units * unit_bytes + DIGEST_BYTES]: buffer `index`, grown where needed."""
+        """Return buffer `index`, grown where needed: uint8 [num_units * unit_bytes + DIGEST_BYTES]."""
 
     def landing(self, index: int, num_units: int) -> Tensor:
-        """uint8 [at least as many]: what a receive of so many units is posted into. `buffer` is its beginning then."""
+        """Return the memory that a receive is posted into: uint8 [at least as many]; `buffer` is its beginning."""
 
     def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
-        """Units and their digest -> packed."""
+        """Copy units and their digest into `packed`."""
 
     def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
-        """packed -> units, complete when it returns; where the digest is wrong, no unit is touched and it is False."""
+        """Copy `packed` into units, before returning True; with a wrong digest, touch no unit and return False."""
 
     def post(self, move: Callable[[], dist.Work]) -> dist.Work:
-        """Start a send of what was packed, or a receive."""
+        """Start a send of packed units, or a receive."""
 
     def wait(self, work: dist.Work) -> None:
         """Wait on the calling thread until a send or receive is complete. Raises RuntimeError."""
 
 
 class HostStaging:
-    """For stores in host memory.
+    """Staging memory for stores in host memory.
 
     A receive has room for the largest chunk there can be, of MAX_CHUNK_BYTES or a single unit. Gloo ends the process
-    when a message is larger than the receive that it meets, as it may be once chunks are out of step with their
-    announcements; a smaller one it takes, and the digest tells.
+    when a message is larger than the receive that it meets, which may happen once chunks are out of step with their
+    announcements. It accepts a smaller message, and the digest then fails.
     """
 
     num_buffers = ON_HOSTS.chunks_under_way
@@ -71,7 +71,7 @@ class HostStaging:
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(self.num_buffers)]
 
     def warm_up(self) -> None:
-        """What host memory needs is compiled with its first chunk, in the background or not at all."""
+        """Do nothing: kernels for host memory are compiled with the first chunk, in the background or not at all."""
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         num_bytes = num_units * self._cut.unit_bytes + DIGEST_BYTES
@@ -115,7 +115,7 @@ class HostStaging:
 
 
 def make_staging(store: KVStore, cut: Cut) -> Staging:
-    """The staging buffers of one end of a link. Raises TypeError for a store that is neither on the host nor a GPU."""
+    """Make the staging buffers of one end of a link. Raises TypeError for an unknown store."""
     if isinstance(store, HostStore):
         return HostStaging(store, cut)
     if isinstance(store, DeviceStore):

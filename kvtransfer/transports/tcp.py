@@ -1,13 +1,13 @@
-"""KV over TCP: scatter/gather straight between sockets and blocks, over several streams where that pays.
+"""KV over TCP: scatter/gather directly between sockets and blocks, over several streams between machines.
 
 A chunk is cut into parts, one for each stream, by a rule that both sides know; the parts of successive chunks follow
 each other on their streams. Each stream has a thread, which moves its part (`sendmsg`, `recvmsg_into`) and digests it.
 
-The two ends find each other through a door (sockets.py). The bytes that follow are neither authenticated nor
+The two ends find each other through a LinkListener (sockets.py). The bytes that follow are neither authenticated nor
 encrypted: the KV network is trusted not to alter them on purpose; digests find accidents.
 
-Why a zombie can do no harm: all it can do is fill sockets. Which bytes go where is the receiving side's to say, and
-once its link is closed nobody reads them.
+A source that wakes after its lease can do no harm: it can only fill sockets. The receiving side decides which bytes go
+where, and once its link is closed nothing reads them.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from twostroke.kvtransfer.transports.sockets import (
     LinkThread,
     SocketTransport,
     Token,
-    knock,
+    dial,
     read_params,
 )
 from twostroke.protocol.errors import ConnectionLost
 
-MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it brings
+MIN_PART_BYTES = 512 * 1024  # with smaller parts another stream costs more than it gains
 STREAMS = 4
 
 _IOV_MAX = 1024  # views in one system call; the kernel's limit
@@ -69,14 +69,14 @@ class TcpTransport(SocketTransport["TcpLink"]):
         streams: int = STREAMS,
         max_bytes_per_s: int | None = None,
     ):
-        """`max_bytes_per_s` is what one link sends at most; None: as much as goes."""
+        """`max_bytes_per_s` bounds what one link sends; None: no bound."""
         super().__init__(join_timeout_s)
         self._store = store
         self._streams = streams
         self._max_bytes_per_s = max_bytes_per_s
 
     async def prepare(self, host: str, cut: Cut) -> "LinkListener[TcpLink]":
-        """Raises ConnectionLost where `host` is not an address of this machine."""
+        """Listen on `host`. Raises ConnectionLost where it is not an address of this machine."""
         try:
             family, address = await resolve(host, 0)
             listener = socket.create_server(address, family=family)
@@ -84,8 +84,8 @@ class TcpTransport(SocketTransport["TcpLink"]):
             raise ConnectionLost(f"can't listen on {host}: {error}") from error
         params = _TcpParams(host, listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), self._streams)
 
-        async def make_link(guests: list[socket.socket]) -> TcpLink:
-            return self._make_link(guests, cut)
+        async def make_link(connections: list[socket.socket]) -> TcpLink:
+            return self._make_link(connections, cut)
 
         return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=self._streams)
 
@@ -96,7 +96,7 @@ class TcpTransport(SocketTransport["TcpLink"]):
         except OSError as error:
             raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
         most = min(theirs.streams, self._streams)
-        connected = await knock(family, address, theirs.token, most=most, join_timeout_s=self.join_timeout_s)
+        connected = await dial(family, address, theirs.token, most=most, join_timeout_s=self.join_timeout_s)
         if self._max_bytes_per_s is not None:
             for each in connected:
                 _pace(each, max(1, self._max_bytes_per_s // len(connected)))
@@ -139,16 +139,16 @@ class TcpLink:
         self._on_close(self)
 
     def _bounds(self, num_units: int) -> list[int]:
-        """Where the streams' parts of a chunk begin, and the last one's end. Both sides come to the same."""
+        """Return the bounds of the streams' parts of a chunk. Both sides compute the same."""
         count = min(len(self._streams), max(1, num_units * self._unit_bytes // MIN_PART_BYTES), max(1, num_units))
         return [num_units * i // count for i in range(count + 1)]
 
     def _parts(
         self, segments: Sequence[Segment], seal: int
     ) -> list[tuple["TcpStream", tuple[list[Segment], int, int]]]:
-        """For each stream that carries a part of the chunk: its units, their bytes, and the seed of its digest.
+        """Yield for each stream that carries a part of the chunk its units, their bytes, and the seed of its digest.
 
-        The seeds differ, so that parts don't pass for each other either.
+        The seeds differ, so that one part does not pass for another.
         """
         bounds = self._bounds(count_units(segments))
         return [
@@ -159,7 +159,7 @@ class TcpLink:
         ]
 
     async def _all(self, calls: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
-        """All streams' results. An error on one of them, and a cancellation, break them all."""
+        """Return all streams' results. An error on one of them, and a cancellation, break them all."""
         try:
             return await asyncio.gather(*calls)
         except BaseException:
@@ -197,7 +197,7 @@ class TcpStream:
             self._move(batch, self._socket.sendmsg)
 
     def receive(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> bool:
-        """Receive units into their places; whether their digest holds."""
+        """Receive units into their places; return whether their digest holds."""
         digest = xxhash.xxh3_128(seed=seed)
         trailer = memoryview(bytearray(DIGEST_BYTES))
         for batch in self._wire.incoming(segments):
@@ -217,7 +217,7 @@ class TcpStream:
             left -= count
 
     def _move(self, views: Sequence[memoryview], call: Callable[[list[memoryview]], int]) -> None:
-        """Empty or fill `views`, with as many calls as that takes."""
+        """Send or fill all of `views`, with as many calls as needed."""
         left = list(views)
         while left:
             if self.thread.is_broken:
@@ -239,7 +239,7 @@ class TcpStream:
 
 
 async def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Raises OSError."""
+    """Resolve an address. Raises OSError."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = infos[0]
     return family, (str(address[0]), int(address[1]))

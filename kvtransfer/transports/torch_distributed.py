@@ -93,7 +93,7 @@ class TorchDistributedTransport:
         return link
 
     async def _begun(self, link: "GroupLink", work: Callable[[], T]) -> T:
-        """What the link's first `work` returns; the link is closed where that fails."""
+        """Return the result of the link's first `work`; the link is closed where that fails."""
         try:
             return await within(self._most_s, link.run(work), "joining a process group")
         except BaseException:
@@ -295,7 +295,7 @@ class GroupLink:
         return self._staging.post(lambda: move([tensor], self._peer_rank, _CHUNKS))
 
     async def _carry_out(self, work: Callable[[Future[T]], None]) -> T:
-        """What `work` puts into its Future, begun on the posting thread. Any failure, and cancelling, ends the link."""
+        """Run `work` on the posting thread and return its Future's result. Failure and cancellation end the link."""
         if self._closed:
             raise ConnectionLost("the link is closed")
         outcome: Future[T] = Future()
@@ -339,7 +339,7 @@ class GroupLink:
             self._waiting.shutdown()  # it has nothing left to do but to return
 
     def _drop_after_the_last(self) -> None:
-        """On the posting thread, which has nothing left to do: let the waiting thread drop the group in the end."""
+        """Let the waiting thread drop the group at its end. Runs on the posting thread, as its last work."""
         self._waiting.submit(self._drop)
         self._waiting.shutdown(wait=False)
 

@@ -99,16 +99,16 @@ def run_all(arguments: Namespace, output: Path) -> Iterator[tuple[str, Path]]:
     An SLO that is asked for as a multiple is measured at the first server, and asked of all.
     """
     asked_of = {name: Namespace(**(vars(arguments) | {"url": url, "name": name})) for name, url in arguments.urls}
-    plans = alike([plan_of(asked) for asked in asked_of.values()])
+    plans = alike([plan_of(round_plan) for round_plan in asked_of.values()])
     slo = with_slo_multiple(plans[0], arguments, output).slo
     for number in range(arguments.rounds):
         first = number % len(plans)
         for plan in (*plans[first:], *plans[:first]):
             folder = output / plan.name / f"round-{number + 1}"
             # Other requests in each round, the same for all servers: nobody has them cached from the round before.
-            asked = msgspec.structs.replace(plan, slo=slo, seed=plan.seed + number)
-            summary = write_report(run_plan(asked, folder))
-            print(f"round {number + 1}, {plan.name}: {words.verdict(asked, summary)}", flush=True)
+            round_plan = msgspec.structs.replace(plan, slo=slo, seed=plan.seed + number)
+            summary = write_report(run_plan(round_plan, folder))
+            print(f"round {number + 1}, {plan.name}: {words.verdict(round_plan, summary)}", flush=True)
             yield plan.name, folder
 
 

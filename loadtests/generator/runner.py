@@ -80,8 +80,8 @@ class LocustProcesses:
     def last_words(self, name: str = "head") -> str:
         path = log_path(self.folder, name)
         lines = path.read_text(errors="replace").split("\n") if path.exists() else []
-        said = [line.strip() for line in lines if line.strip()]
-        return f"{said[-1] if said else 'it said nothing'} ({path})"
+        words = [line.strip() for line in lines if line.strip()]
+        return f"{words[-1] if words else 'it said nothing'} ({path})"
 
 
 def start_locust(plan: Plan, folder: RunFolder, web_port: int | None) -> LocustProcesses:

@@ -137,13 +137,13 @@ class Validity(msgspec.Struct, frozen=True):
     reasons: tuple[str, ...] = ()
 
 
-def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Validity:
+def judge(plan: Plan, facts: RunFacts, observed: Observations, inside: Bools) -> Validity:
     """`inside` are the rows scheduled in the window."""
     reasons = []
     if not inside.any():
         reasons.append("no request was scheduled in the window, so nothing was measured")
     lag_limit_s = plan.slo.lag_limit_s
-    lag_s = percentile((seen.sent_s - seen.scheduled_s)[inside], 99)
+    lag_s = percentile((observed.sent_s - observed.scheduled_s)[inside], 99)
     if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
         reasons.append(
             f"the generator sent late: P99 of the lag is {duration(lag_s)}, above {MOST_LAG_OF_SLO:.0%} of the "
@@ -156,12 +156,12 @@ def judge(plan: Plan, facts: RunFacts, seen: Observations, inside: Bools) -> Val
                 f"{MOST_CPU:.0%}; use more generator processes"
             )
     num_sent = sum(generator.num_sent for generator in facts.generators)
-    if num_sent > len(seen):
-        reasons.append(f"{num_sent} requests were sent, and only {len(seen)} have a record")
-    if seen.num_contradictions:
-        reasons.append(f"the moments of {seen.num_contradictions} records are in no possible order: a clock jumped")
+    if num_sent > len(observed):
+        reasons.append(f"{num_sent} requests were sent, and only {len(observed)} have a record")
+    if observed.num_contradictions:
+        reasons.append(f"the moments of {observed.num_contradictions} records are in no possible order: a clock jumped")
     if facts.ended_early:
-        last_s = float(np.max(seen.scheduled_s)) if len(seen) else 0.0
+        last_s = float(np.max(observed.scheduled_s)) if len(observed) else 0.0
         reasons.append(f"the run was ended early: {last_s:.0f} s of {plan.seconds:.0f} s were sent")
     return Validity(not reasons, tuple(reasons))
 
@@ -360,24 +360,24 @@ def window_of(plan: Plan, facts: RunFacts, scheduled_s: Sequence[float] | Floats
     return plan.warm_up_s, max(end_s, plan.warm_up_s + 1e-9)
 
 
-def judged_rows(plan: Plan, facts: RunFacts, seen: Observations) -> Bools:
+def judged_rows(plan: Plan, facts: RunFacts, observed: Observations) -> Bools:
     """Those scheduled in the window."""
-    begin_s, end_s = window_of(plan, facts, seen.scheduled_s)
-    return (seen.scheduled_s >= begin_s) & (seen.scheduled_s < end_s)
+    begin_s, end_s = window_of(plan, facts, observed.scheduled_s)
+    return (observed.scheduled_s >= begin_s) & (observed.scheduled_s < end_s)
 
 
-def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequence[Sample]) -> Summary:
-    begin_s, end_s = window_of(plan, facts, seen.scheduled_s)
-    inside = judged_rows(plan, facts, seen)
+def summary_of(plan: Plan, facts: RunFacts, observed: Observations, samples: Sequence[Sample]) -> Summary:
+    begin_s, end_s = window_of(plan, facts, observed.scheduled_s)
+    inside = judged_rows(plan, facts, observed)
     window_s = end_s - begin_s
     slices = Slices(begin_s, end_s)
-    complete = inside & seen.is_status("ok")
-    counts = _counts(plan.slo, seen, inside)
+    complete = inside & observed.is_status("ok")
+    counts = _counts(plan.slo, observed, inside)
     judged = counts.scheduled if plan.slo != SLO() else 0
-    met = inside & seen.met_ttft(plan.slo) & seen.met_tpot(plan.slo)
-    goodput = slices.rate(slices.of(seen.scheduled_s[met])) if plan.slo != SLO() else None
+    met = inside & observed.met_ttft(plan.slo) & observed.met_tpot(plan.slo)
+    goodput = slices.rate(slices.of(observed.scheduled_s[met])) if plan.slo != SLO() else None
     workers = num_workers(facts, samples)
-    tpot = _spread(seen, seen.tpot_s, complete, slices)
+    tpot = _spread(observed, observed.tpot_s, complete, slices)
     return Summary(
         name=plan.name,
         url=plan.url,
@@ -393,80 +393,85 @@ def summary_of(plan: Plan, facts: RunFacts, seen: Observations, samples: Sequenc
         mbu=means_by_role((one.role, one.mbu) for one in samples if begin_s <= one.at_s < end_s),
         goodput_per_worker=goodput.divided_by(sum(workers.values())) if goodput and workers else None,
         offered_rate=counts.scheduled / window_s,
-        output_rate=slices.rate(slices.of(seen.scheduled_s[complete]), np.nan_to_num(seen.output_tokens[complete])),
-        input_rate=float(np.nansum(seen.input_tokens[complete])) / window_s,
-        cached_share=_cached_share(seen, complete),
+        output_rate=slices.rate(
+            slices.of(observed.scheduled_s[complete]), np.nan_to_num(observed.output_tokens[complete])
+        ),
+        input_rate=float(np.nansum(observed.input_tokens[complete])) / window_s,
+        cached_share=_cached_share(observed, complete),
         user_rate=1 / tpot.p50.value if tpot and tpot.p50.value > 0 else None,
-        ttft=_spread(seen, seen.ttft_s, complete, slices),
+        ttft=_spread(observed, observed.ttft_s, complete, slices),
         tpot=tpot,
-        itl=_gap_spread(seen, complete, slices),
-        bundled_share=_bundled_share(seen, complete),
-        tail_tbt=tail_tbt(seen.gaps_s[complete[seen.gap_row]]),
-        tail_tbt_by_request=_spread(seen, seen.tail_tbt_s, complete, slices),
-        e2e=_spread(seen, seen.e2e_s, complete, slices),
-        normalised_latency=_spread(seen, seen.e2e_s / np.maximum(seen.output_tokens, 1), complete, slices),
-        lag=_spread(seen, seen.sent_s - seen.scheduled_s, inside, slices),
-        stages=stages_of(seen, complete),
+        itl=_gap_spread(observed, complete, slices),
+        bundled_share=_bundled_share(observed, complete),
+        tail_tbt=tail_tbt(observed.gaps_s[complete[observed.gap_row]]),
+        tail_tbt_by_request=_spread(observed, observed.tail_tbt_s, complete, slices),
+        e2e=_spread(observed, observed.e2e_s, complete, slices),
+        normalised_latency=_spread(observed, observed.e2e_s / np.maximum(observed.output_tokens, 1), complete, slices),
+        lag=_spread(observed, observed.sent_s - observed.scheduled_s, inside, slices),
+        stages=stages_of(observed, complete),
         by_kind=[
-            _kind(plan.slo, seen, str(kind), inside & (seen.kind == kind), slices) for kind in np.unique(seen.kind)
+            _kind(plan.slo, observed, str(kind), inside & (observed.kind == kind), slices)
+            for kind in np.unique(observed.kind)
         ],
-        errors=_errors(seen, inside),
-        slo_scales=scale_points(plan.slo, seen, inside) if judged else [],
-        validity=judge(plan, facts, seen, inside),
-        notes=notes_of(plan, seen),
+        errors=_errors(observed, inside),
+        slo_scales=scale_points(plan.slo, observed, inside) if judged else [],
+        validity=judge(plan, facts, observed, inside),
+        notes=notes_of(plan, observed),
     )
 
 
 def num_workers(facts: RunFacts, samples: Sequence[Sample]) -> dict[str, float]:
     """Return the number of workers by role: what the server reported before the run, or the mean of the samples if
     that differs."""
-    told = facts.server.get("workers")
-    workers = told if isinstance(told, list) else []
+    listed = facts.server.get("workers")
+    workers = listed if isinstance(listed, list) else []
     before = Counter(str(each["role"]) for each in workers if isinstance(each, dict) and "role" in each)
-    seen = Counter(role for role, _ in {(sample.role, sample.worker) for sample in samples})
-    if not seen or before == seen:
+    counted = Counter(role for role, _ in {(sample.role, sample.worker) for sample in samples})
+    if not counted or before == counted:
         return {role: float(count) for role, count in before.items()}
     num_moments = len({sample.at_s for sample in samples})
     return {role: count / num_moments for role, count in Counter(sample.role for sample in samples).items()}
 
 
-def means_by_role(told: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+def means_by_role(known: Iterable[tuple[str, float | None]]) -> dict[str, float]:
     """The mean of each role's values that are known."""
     values: dict[str, list[float]] = {}
-    for role, value in told:
+    for role, value in known:
         if value is not None:
             values.setdefault(role, []).append(value)
     return {role: sum(each) / len(each) for role, each in values.items()}
 
 
-def stages_of(seen: Observations, complete: Bools) -> list[StagePart]:
+def stages_of(observed: Observations, complete: Bools) -> list[StagePart]:
     """Mean parts of complete answers that had a token; none without answers.
 
     With stages from every answer these are SERVER_PARTS, otherwise CLIENT_PARTS.
     """
-    rows = np.flatnonzero(complete & ~np.isnan(seen.e2e_s))
+    rows = np.flatnonzero(complete & ~np.isnan(observed.e2e_s))
     if not len(rows):
         return []
     names: tuple[str, ...] = CLIENT_PARTS
-    parts: list[tuple[float, ...]] = [(seen.ttft_s[row], seen.e2e_s[row] - seen.ttft_s[row]) for row in rows]
-    if all(seen.stages[row] for row in rows):
+    parts: list[tuple[float, ...]] = [
+        (observed.ttft_s[row], observed.e2e_s[row] - observed.ttft_s[row]) for row in rows
+    ]
+    if all(observed.stages[row] for row in rows):
         names = SERVER_PARTS
-        parts = [server_parts(seen.stages[row] or {}, seen.ttft_s[row], seen.e2e_s[row]) for row in rows]
+        parts = [server_parts(observed.stages[row] or {}, observed.ttft_s[row], observed.e2e_s[row]) for row in rows]
     return [StagePart(name, float(mean_s)) for name, mean_s in zip(names, np.mean(parts, axis=0), strict=True)]
 
 
-def scale_points(slo: SLO, seen: Observations, rows: Bools) -> list[ScalePoint]:
+def scale_points(slo: SLO, observed: Observations, rows: Bools) -> list[ScalePoint]:
     """Return the points of these rows at each of SLO_SCALES."""
     points = []
     for scale in SLO_SCALES:
-        ttft, tpot = seen.met_ttft(slo, scale)[rows], seen.met_tpot(slo, scale)[rows]
+        ttft, tpot = observed.met_ttft(slo, scale)[rows], observed.met_tpot(slo, scale)[rows]
         points.append(ScalePoint(scale, float((ttft & tpot).mean()), float(ttft.mean()), float(tpot.mean())))
     return points
 
 
-def notes_of(plan: Plan, seen: Observations) -> list[str]:
+def notes_of(plan: Plan, observed: Observations) -> list[str]:
     notes = []
-    if num_without_usage := int((seen.is_status("ok") & np.isnan(seen.output_tokens)).sum()):
+    if num_without_usage := int((observed.is_status("ok") & np.isnan(observed.output_tokens)).sum()):
         notes.append(
             f"{num_without_usage} answers do not tell how many tokens they have: their events are counted, so "
             "that their TPOT is at most what is shown."
@@ -478,9 +483,9 @@ def notes_of(plan: Plan, seen: Observations) -> list[str]:
     return notes
 
 
-def _counts(slo: SLO, seen: Observations, rows: Bools) -> Counts:
-    met_ttft, met_tpot = rows & seen.met_ttft(slo), rows & seen.met_tpot(slo)
-    by_status = Counter(seen.status[rows].tolist())
+def _counts(slo: SLO, observed: Observations, rows: Bools) -> Counts:
+    met_ttft, met_tpot = rows & observed.met_ttft(slo), rows & observed.met_tpot(slo)
+    by_status = Counter(observed.status[rows].tolist())
     return Counts(
         scheduled=int(rows.sum()),
         ok=by_status["ok"],
@@ -493,28 +498,28 @@ def _counts(slo: SLO, seen: Observations, rows: Bools) -> Counts:
     )
 
 
-def _kind(slo: SLO, seen: Observations, name: str, rows: Bools, slices: Slices) -> KindFigures:
-    counts = _counts(slo, seen, rows)
-    complete = rows & seen.is_status("ok")
+def _kind(slo: SLO, observed: Observations, name: str, rows: Bools, slices: Slices) -> KindFigures:
+    counts = _counts(slo, observed, rows)
+    complete = rows & observed.is_status("ok")
     return KindFigures(
         kind=name,
         counts=counts,
         attainment=share(counts.met, counts.scheduled if slo != SLO() else 0),
-        ttft=_spread(seen, seen.ttft_s, complete, slices),
-        tpot=_spread(seen, seen.tpot_s, complete, slices),
-        itl=_gap_spread(seen, complete, slices),
+        ttft=_spread(observed, observed.ttft_s, complete, slices),
+        tpot=_spread(observed, observed.tpot_s, complete, slices),
+        itl=_gap_spread(observed, complete, slices),
     )
 
 
-def _spread(seen: Observations, values: Floats, rows: Bools, slices: Slices) -> Spread | None:
+def _spread(observed: Observations, values: Floats, rows: Bools, slices: Slices) -> Spread | None:
     known = rows & ~np.isnan(values)
-    return _spread_of(values[known], seen.scheduled_s[known], slices)
+    return _spread_of(values[known], observed.scheduled_s[known], slices)
 
 
-def _gap_spread(seen: Observations, rows: Bools, slices: Slices) -> Spread | None:
+def _gap_spread(observed: Observations, rows: Bools, slices: Slices) -> Spread | None:
     """Gaps pooled over the requests; each belongs to the slice in which its request was scheduled."""
-    chosen = rows[seen.gap_row]
-    return _spread_of(seen.gaps_s[chosen], seen.scheduled_s[seen.gap_row[chosen]], slices)
+    chosen = rows[observed.gap_row]
+    return _spread_of(observed.gaps_s[chosen], observed.scheduled_s[observed.gap_row[chosen]], slices)
 
 
 def _spread_of(values: Floats, at_s: Floats, slices: Slices) -> Spread | None:
@@ -526,22 +531,22 @@ def _spread_of(values: Floats, at_s: Floats, slices: Slices) -> Spread | None:
     return Spread(len(values), float(values.mean()), p50, p90, p95, p99, float(values.max()))
 
 
-def _bundled_share(seen: Observations, complete: Bools) -> float | None:
-    gaps_s = seen.gaps_s[complete[seen.gap_row]]
+def _bundled_share(observed: Observations, complete: Bools) -> float | None:
+    gaps_s = observed.gaps_s[complete[observed.gap_row]]
     return float((gaps_s < BUNDLED_GAP_S).mean()) if len(gaps_s) else None
 
 
-def _cached_share(seen: Observations, complete: Bools) -> float | None:
-    told = complete & ~np.isnan(seen.cached_tokens) & ~np.isnan(seen.input_tokens)
-    total = float(seen.input_tokens[told].sum())
-    return float(seen.cached_tokens[told].sum()) / total if total else None
+def _cached_share(observed: Observations, complete: Bools) -> float | None:
+    known = complete & ~np.isnan(observed.cached_tokens) & ~np.isnan(observed.input_tokens)
+    total = float(observed.input_tokens[known].sum())
+    return float(observed.cached_tokens[known].sum()) / total if total else None
 
 
-def _errors(seen: Observations, inside: Bools) -> list[FrequentError]:
+def _errors(observed: Observations, inside: Bools) -> list[FrequentError]:
     """The most frequent first."""
     found: dict[tuple[Status, int | None, str], list[str]] = {}
     for row in np.flatnonzero(inside):
-        fault = seen.faults[row]
+        fault = observed.faults[row]
         if fault is not None:
             status, http_status, error = fault
             found.setdefault((status, http_status, gist_of(error)), []).append(error)

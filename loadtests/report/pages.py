@@ -73,10 +73,10 @@ PAGE_FILE = "report.html"
 def write_report(folder: RunFolder) -> Summary:
     """Make the report, again if there is one. Raises LoadTestError where a file is missing or wrong."""
     plan, facts, samples = folder.plan(), folder.facts(), folder.samples()
-    seen = read_observations(folder.records())
-    summary = summary_of(plan, facts, seen, samples)
-    complete = judged_rows(plan, facts, seen) & seen.is_status("ok")
-    plots = run_plots(plan, summary, seen, complete) + time_plots(plan, seen, samples)
+    observed = read_observations(folder.records())
+    summary = summary_of(plan, facts, observed, samples)
+    complete = judged_rows(plan, facts, observed) & observed.is_status("ok")
+    plots = run_plots(plan, summary, observed, complete) + time_plots(plan, observed, samples)
     write_plots(folder.path, plots)
     write_json(folder.path / REPORT_FILE, summary)
     write(folder.path / PAGE_FILE, page(plan, facts, summary, plots))
@@ -145,15 +145,15 @@ def read_summary(run: Path) -> Summary:
 def verdicts(sweep: SweepResult) -> list[str]:
     """The capacities, or why there are none, and what is not known: above which rate, and since when."""
     if not sweep.valid:
-        said = ["No run was a valid one, so the capacity is not known."]
+        sentences = ["No run was a valid one, so the capacity is not known."]
     else:
-        said = [capacity_words(each) for each in sweep.capacities]
+        sentences = [capacity_words(each) for each in sweep.capacities]
         measured = {point.rate for point in sweep.points if point.valid}
         invalid = sorted({point.rate for point in sweep.points} - measured)
         if invalid:
             rates = " and ".join(f"{estimates.number(rate)}/s" for rate in invalid)
-            said.append(f"At {rates} no run was a valid one, so whether the server can take that is not known.")
-    return said if sweep.ended_early is None else [*said, f"The sweep ended early: {sweep.ended_early}."]
+            sentences.append(f"At {rates} no run was a valid one, so whether the server can take that is not known.")
+    return sentences if sweep.ended_early is None else [*sentences, f"The sweep ended early: {sweep.ended_early}."]
 
 
 def tone(sweep: SweepResult) -> str:
@@ -228,17 +228,19 @@ def _of_runs(entries: Mapping[str, Sequence[Path]]) -> Compared:
         warnings=(*differences(plans), *invalid),
     )
     plan = next(iter(plans.values()))
-    seen = {name: pooled(of_server) for name, of_server in runs.items()}
-    complete = {name: each.is_status("ok") for name, each in seen.items()}
+    observed = {name: pooled(of_server) for name, of_server in runs.items()}
+    complete = {name: each.is_status("ok") for name, each in observed.items()}
     plots = []
-    if plan.slo != SLO() and all(len(each) for each in seen.values()):
-        scales = {name: scale_points(plan.slo, each, np.ones(len(each), bool)) for name, each in seen.items()}
+    if plan.slo != SLO() and all(len(each) for each in observed.values()):
+        scales = {name: scale_points(plan.slo, each, np.ones(len(each), bool)) for name, each in observed.items()}
         plots.append(attainment_by_scale(scales, plan.slo))
     if all(rows.any() for rows in complete.values()):
-        for kind in sorted(set.intersection(*(set(each.kind[complete[name]].tolist()) for name, each in seen.items()))):
-            of_kind = {name: (each, complete[name] & (each.kind == kind)) for name, each in seen.items()}
+        for kind in sorted(
+            set.intersection(*(set(each.kind[complete[name]].tolist()) for name, each in observed.items()))
+        ):
+            of_kind = {name: (each, complete[name] & (each.kind == kind)) for name, each in observed.items()}
             plots.append(latency_cdfs(of_kind, plan.slo, kind))
-        plots.append(stage_bars({name: stages_of(each, complete[name]) for name, each in seen.items()}))
+        plots.append(stage_bars({name: stages_of(each, complete[name]) for name, each in observed.items()}))
     return comparison, plots, words.plan_rows(plan)
 
 

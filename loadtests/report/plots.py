@@ -47,14 +47,16 @@ Answers = tuple[Observations, Bools]
 """A run and the rows of it that are meant."""
 
 
-def run_plots(plan: Plan, summary: Summary, seen: Observations, complete: Bools) -> list[Plot]:
+def run_plots(plan: Plan, summary: Summary, observed: Observations, complete: Bools) -> list[Plot]:
     """Those for which there is something to draw; `complete` are the complete answers of the window."""
     plots = []
     if summary.slo_scales:
         plots.append(attainment_by_scale({"": summary.slo_scales}, plan.slo))
     if complete.any():
-        kinds = np.unique(seen.kind[complete])
-        plots.append(latency_cdfs({str(kind): (seen, complete & (seen.kind == kind)) for kind in kinds}, plan.slo))
+        kinds = np.unique(observed.kind[complete])
+        plots.append(
+            latency_cdfs({str(kind): (observed, complete & (observed.kind == kind)) for kind in kinds}, plan.slo)
+        )
     if summary.stages:
         plots.append(stage_bars({summary.name: summary.stages}))
     return plots
@@ -91,10 +93,14 @@ def latency_cdfs(groups: Mapping[str, Answers], slo: SLO, kind: str = "") -> Plo
     """TTFT, TPOT, ITL and tail TBT of complete answers, each group in its colour."""
     figure, axes = panels(2, rows=2, height=6.0, sharey=True)
     columns = (
-        ("TTFT", slo.ttft_s, [seen.ttft_s[rows] for seen, rows in groups.values()]),
-        ("TPOT", slo.tpot_s, [seen.tpot_s[rows] for seen, rows in groups.values()]),
-        ("ITL (gaps, pooled)", None, [seen.gaps_s[rows[seen.gap_row]] for seen, rows in groups.values()]),
-        ("Tail TBT (longest 10% of an answer's gaps)", None, [seen.tail_tbt_s[rows] for seen, rows in groups.values()]),
+        ("TTFT", slo.ttft_s, [observed.ttft_s[rows] for observed, rows in groups.values()]),
+        ("TPOT", slo.tpot_s, [observed.tpot_s[rows] for observed, rows in groups.values()]),
+        ("ITL (gaps, pooled)", None, [observed.gaps_s[rows[observed.gap_row]] for observed, rows in groups.values()]),
+        (
+            "Tail TBT (longest 10% of an answer's gaps)",
+            None,
+            [observed.tail_tbt_s[rows] for observed, rows in groups.values()],
+        ),
     )
     for axis, (title, limit_s, columns_of_groups) in zip(axes.flat, columns, strict=True):
         known = [values[~np.isnan(values)] for values in columns_of_groups]
@@ -158,19 +164,19 @@ BIN_WIDTHS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 ROLE_COLOURS = {"prefill": BLUE, "decode": ORANGE}
 
 
-def time_plots(plan: Plan, seen: Observations, samples: Sequence[Sample]) -> list[Plot]:
+def time_plots(plan: Plan, observed: Observations, samples: Sequence[Sample]) -> list[Plot]:
     """Return plots of the whole run. The warm-up is shaded."""
     plots = []
-    if len(seen):
-        plots += [load_over_time(plan, seen), latency_over_time(plan, seen)]
+    if len(observed):
+        plots += [load_over_time(plan, observed), latency_over_time(plan, observed)]
     if samples:
         plots.append(server_over_time(plan, samples))
     return plots
 
 
-def load_over_time(plan: Plan, seen: Observations) -> Plot:
+def load_over_time(plan: Plan, observed: Observations) -> Plot:
     figure, axes = panels(2)
-    edges = bin_edges(max(plan.seconds, float(seen.end_s.max())))
+    edges = bin_edges(max(plan.seconds, float(observed.end_s.max())))
     width_s = float(edges[1])
     rates, flight = axes[0]
 
@@ -178,9 +184,9 @@ def load_over_time(plan: Plan, seen: Observations) -> Plot:
         counts, _ = np.histogram(at_s, edges)
         return counts.astype(np.float64) / width_s
 
-    refused, failed = (rate(seen.end_s[seen.is_status(status)]) for status in ("refused", "failed"))
-    answered = rate(seen.end_s[seen.is_status("ok")])
-    rates.stairs(rate(seen.scheduled_s), edges, baseline=None, color=GREY, linewidth=1.4, label="scheduled")
+    refused, failed = (rate(observed.end_s[observed.is_status(status)]) for status in ("refused", "failed"))
+    answered = rate(observed.end_s[observed.is_status("ok")])
+    rates.stairs(rate(observed.scheduled_s), edges, baseline=None, color=GREY, linewidth=1.4, label="scheduled")
     rates.stairs(answered, edges, baseline=None, color=GREEN, linewidth=1.4, label="answered whole")
     if refused.any():
         rates.stairs(refused, edges, fill=True, color=ORANGE, label="refused")
@@ -188,7 +194,7 @@ def load_over_time(plan: Plan, seen: Observations) -> Plot:
         rates.stairs(refused + failed, edges, baseline=refused, fill=True, color=VERMILION, label="failed")
     rates.set_title(f"Requests a second, in steps of {duration(width_s)}")
     _legend_above_curves(rates, 2)
-    at_s, in_flight = requests_in_flight(seen)
+    at_s, in_flight = requests_in_flight(observed)
     flight.step(at_s, in_flight, where="post", color=BLUE, linewidth=1)
     flight.set_title("Requests in flight")
     flight.set_ylim(bottom=0)
@@ -202,15 +208,15 @@ def load_over_time(plan: Plan, seen: Observations) -> Plot:
     )
 
 
-def latency_over_time(plan: Plan, seen: Observations) -> Plot:
+def latency_over_time(plan: Plan, observed: Observations) -> Plot:
     figure, axes = panels(2)
-    complete = seen.is_status("ok")
+    complete = observed.is_status("ok")
     most = max(5, min(MOST_BINS, int(complete.sum()) // LEAST_ANSWERS))
-    edges = bin_edges(max(plan.seconds, float(seen.scheduled_s.max()) + 1e-9), most)
-    columns = (("TTFT", plan.slo.ttft_s, seen.ttft_s), ("TPOT", plan.slo.tpot_s, seen.tpot_s))
+    edges = bin_edges(max(plan.seconds, float(observed.scheduled_s.max()) + 1e-9), most)
+    columns = (("TTFT", plan.slo.ttft_s, observed.ttft_s), ("TPOT", plan.slo.tpot_s, observed.tpot_s))
     for axis, (title, limit_s, values) in zip(axes[0], columns, strict=True):
         known = complete & ~np.isnan(values)
-        index = np.digitize(seen.scheduled_s[known], edges) - 1
+        index = np.digitize(observed.scheduled_s[known], edges) - 1
         for percent, colour in ((99, VERMILION), (90, ORANGE), (50, BLUE)):
             curve = [percentile(values[known][index == step], percent) for step in range(len(edges) - 1)]
             curve = [NAN if value is None else value for value in curve]  # a hole where nothing was scheduled
@@ -265,10 +271,10 @@ def bin_edges(seconds: float, most: int = MOST_BINS) -> Floats:
     return np.arange(int(np.ceil(seconds / width_s)) + 1, dtype=np.float64) * width_s
 
 
-def requests_in_flight(seen: Observations) -> tuple[Floats, Floats]:
+def requests_in_flight(observed: Observations) -> tuple[Floats, Floats]:
     """Moments, and how many requests are under way from then on: sent, and neither answered nor given up."""
-    at_s = np.concatenate([seen.sent_s, seen.end_s])
-    change = np.concatenate([np.ones(len(seen)), -np.ones(len(seen))])
+    at_s = np.concatenate([observed.sent_s, observed.end_s])
+    change = np.concatenate([np.ones(len(observed)), -np.ones(len(observed))])
     order = np.argsort(at_s, kind="stable")
     return at_s[order], np.cumsum(change[order])
 

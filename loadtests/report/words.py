@@ -119,17 +119,17 @@ def comparison_sentences(comparison: RunComparison) -> list[str]:
         by_verdict: dict[str, list[str]] = {}
         for figure in comparison.figures:
             by_verdict.setdefault(figure.verdicts[index], []).append(figure.name)
-        said = [
+        texts = [
             f"{word} than {first} in {', '.join(by_verdict[word])}"
             for word in ("better", "worse")
             if word in by_verdict
         ]
         same = [each for each in by_verdict.get("no difference shown", []) if each.startswith(HEADLINES)]
-        if not said:
+        if not texts:
             sentences.append(f"{name} against {first}: no difference shown.")
         else:
             rest = f" No difference shown in {', '.join(same)}." if same else ""
-            sentences.append(f"{name} is {'; '.join(said)}.{rest}")
+            sentences.append(f"{name} is {'; '.join(texts)}.{rest}")
     return sentences
 
 

@@ -105,7 +105,7 @@ class LiveRouter:
         decode worker."""
         self._now_s = now_s
         self._turn += 1
-        need = PathQuery(
+        query = PathQuery(
             num_tokens=request.prompt_tokens,
             answer_tokens=max(1.0, min(self._answer_tokens, request.output_tokens)),
             promise=self._promise,
@@ -115,7 +115,7 @@ class LiveRouter:
         path = cheapest_path(
             [self._of_reader(one) for one in self._prefill.least(self._candidates)],
             [self._of_writer(one) for one in self._decode.least(self._candidates)],
-            need,
+            query,
             decodes_alone=self._decodes_alone,
             turn=self._turn,
         )
@@ -194,11 +194,11 @@ class LiveRouter:
         if worker.prompts:
             tokens = int(sum(one.request.prompt_tokens * max(0.0, one.left) for one in worker.prompts))
             queued = (QueuedWork(promise.class_name, promise.priority, promise.share, tokens, len(worker.prompts)),)
-        held = worker.held_tokens + worker.coming_tokens + worker.waiting_tokens
+        cached_tokens = worker.held_tokens + worker.coming_tokens + worker.waiting_tokens
         stats = WorkerStats(
             num_running=len(worker.rows),
             num_waiting=len(worker.prompts) + len(worker.waiting) + worker.coming,
-            free_blocks=max(0, worker.profile.kv_tokens - held) // BLOCK_TOKENS,
+            free_blocks=max(0, worker.profile.kv_tokens - cached_tokens) // BLOCK_TOKENS,
             total_blocks=known.info.num_blocks,
             queued=queued,
             context_tokens=int(worker.context) + worker.coming_tokens + worker.waiting_tokens,

@@ -15,12 +15,12 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.commands.plan import model_of, workload_for
-from twostroke.planning.literature import check_lines
-from twostroke.planning.roofline import WorkerHardware, as_mha
+from twostroke.planning.costs.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
+from twostroke.planning.costs.literature import check_lines
+from twostroke.planning.costs.roofline import WorkerHardware, as_mha
+from twostroke.planning.costs.tables import tables
 from twostroke.planning.search import PlanConstraints
-from twostroke.planning.tables import tables
 from twostroke.protocol.errors import ConfigError
 
 CONTEXTS = (2048, 4096, 8192, 32_768, 131_072)
@@ -64,19 +64,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = f"parts of the peaks that are expected (default: {EFFICIENCY.compute},{EFFICIENCY.read})"
     gpus.add_argument("--efficiency", metavar="COMPUTE,READ", help=parts)
     gpus.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of one GPU, instead of what is assumed")
-    asked = parser.add_argument_group("what is asked")
-    asked.add_argument("--context", type=_contexts, metavar="N[,N]", help="tokens of requests, prompt and answer")
-    asked.add_argument("--tpot", type=above_zero, default=0.05, metavar="S", help="promised (default: %(default)s)")
-    asked.add_argument("--prompt", type=positive_count, default=512, metavar="N", help="default: %(default)s")
-    asked.add_argument("--answer", type=positive_count, default=256, metavar="N", help="default: %(default)s")
-    asked.add_argument("--max-context", type=context_tokens, default=8192, metavar="N", help="of --workload's requests")
-    add_workload(asked)
-    said = parser.add_argument_group("what is said")
-    said.add_argument("--formulas", action="store_true", help="simulate nothing")
-    said.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures there")
-    said.add_argument("--json", action="store_true", help="nothing but the last line")
-    said.add_argument("--check", action="store_true", help="hold the calculators against the literature, instead")
-    said.add_argument(
+    questions = parser.add_argument_group("what is asked")
+    questions.add_argument("--context", type=_contexts, metavar="N[,N]", help="tokens of requests, prompt and answer")
+    questions.add_argument("--tpot", type=above_zero, default=0.05, metavar="S", help="promised (default: %(default)s)")
+    questions.add_argument("--prompt", type=positive_count, default=512, metavar="N", help="default: %(default)s")
+    questions.add_argument("--answer", type=positive_count, default=256, metavar="N", help="default: %(default)s")
+    questions.add_argument(
+        "--max-context", type=context_tokens, default=8192, metavar="N", help="of --workload's requests"
+    )
+    add_workload(questions)
+    output = parser.add_argument_group("what is said")
+    output.add_argument("--formulas", action="store_true", help="simulate nothing")
+    output.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures there")
+    output.add_argument("--json", action="store_true", help="nothing but the last line")
+    output.add_argument("--check", action="store_true", help="hold the calculators against the literature, instead")
+    output.add_argument(
         "--tables", action="store_true", help="print tables of hardware, models, room, floors, links and costs, instead"
     )
 
@@ -97,9 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if wrong else 0
     shape, is_whole = _model(arguments)
     if not is_whole:
-        told = sizes(shape, _held(arguments, None).kv_itemsize, arguments.context or CONTEXTS)
+        answer = sizes(shape, _held(arguments, None).kv_itemsize, arguments.context or CONTEXTS)
         more = "for weights, batches and costs give --parameters, or --heads (or --hidden) and --ffn"
-        _tell(arguments, [*lines(told), more], told)
+        _tell(arguments, [*lines(answer), more], answer)
         return 0
     case = _case(arguments, shape)
     if case.room.rows == 0:
@@ -107,19 +109,19 @@ def run(arguments: argparse.Namespace) -> int:
             f"capacity: {case.weights / case.machine.ranks / GIB:.1f} GiB of weights on each GPU leave no room for KV: "
             "take more --gpus, GPUs with more memory, or --quantization"
         )
-    told = {"model": case.name, "hardware": case.hardware.title, **capacity(case)}
+    answer = {"model": case.name, "hardware": case.hardware.title, **capacity(case)}
     if not arguments.formulas and case.knows_compute:
         try:
-            told |= {"transfer_border": border(case), **batching(case, workload_for(arguments, shape))}
+            answer |= {"transfer_border": border(case), **batching(case, workload_for(arguments, shape))}
         except LoadTestError as error:
             raise ConfigError(str(error)) from error
     if arguments.report is not None:
         if not case.knows_compute:
             raise ConfigError("--report: give --flops, too: pictures show what computing takes")
-        from twostroke.planning.pictures import pictures_of, write_pictures
+        from twostroke.planning.costs.pictures import pictures_of, write_pictures
 
         write_pictures(arguments.report, pictures_of(case))
-    _tell(arguments, list(lines(told)), told)
+    _tell(arguments, list(lines(answer)), answer)
     return 0
 
 
@@ -127,10 +129,10 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tell(arguments: argparse.Namespace, text: Sequence[str], told: dict[str, Any]) -> None:
+def _tell(arguments: argparse.Namespace, text: Sequence[str], answer: dict[str, Any]) -> None:
     if not arguments.json:
         print("\n".join(text), end="\n\n")
-    print(json.dumps(told))
+    print(json.dumps(answer))
 
 
 def _model(arguments: argparse.Namespace) -> tuple[ModelConfig, bool]:

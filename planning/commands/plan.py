@@ -24,8 +24,8 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
-from twostroke.planning.profiles import among_busy, profile_of
-from twostroke.planning.roofline import WorkerHardware
+from twostroke.planning.costs.profiles import among_busy, profile_of
+from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.search import (
     Budget,
     FleetSearch,
@@ -63,24 +63,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMPUTE,READ",
         help=f"parts of the peaks (default: {EFFICIENCY.compute},{EFFICIENCY.read})",
     )
-    asked = parser.add_argument_group("what is asked")
-    asked.add_argument("--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s")
-    asked.add_argument("--rate", type=above_zero, metavar="RATE", help="requests a second (default: as many as can be)")
-    asked.add_argument(
+    questions = parser.add_argument_group("what is asked")
+    questions.add_argument(
+        "--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s"
+    )
+    questions.add_argument(
+        "--rate", type=above_zero, metavar="RATE", help="requests a second (default: as many as can be)"
+    )
+    questions.add_argument(
         "--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled to it"
     )
-    add_workload(asked)
-    held = parser.add_argument_group("how workers hold the model")
-    held.add_argument(
+    add_workload(questions)
+    model_form = parser.add_argument_group("how workers hold the model")
+    model_form.add_argument(
         "--quantization", default="auto,int8", metavar="KIND[,KIND]", help="that may be taken (%(default)s)"
     )
-    held.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
-    said = parser.add_argument_group("what is said")
-    said.add_argument("--formulas", action="store_true", help="simulate nothing")
-    said.add_argument("--explain", action="store_true", help="show the roofline of the best layout's workers")
-    said.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")
-    said.add_argument("--output", type=Path, metavar="FILE", help="write the settings that serve the best layout")
-    said.add_argument("--json", action="store_true", help="nothing but the last line")
+    model_form.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
+    output = parser.add_argument_group("what is said")
+    output.add_argument("--formulas", action="store_true", help="simulate nothing")
+    output.add_argument("--explain", action="store_true", help="show the roofline of the best layout's workers")
+    output.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")
+    output.add_argument("--output", type=Path, metavar="FILE", help="write the settings that serve the best layout")
+    output.add_argument("--json", action="store_true", help="nothing but the last line")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -114,8 +118,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     shape, promise = model_of(arguments.model), promise_of(arguments.slo)
     workload = workload_for(arguments, shape)
     hardware = {} if arguments.costs is not None else {one.name: one for one in _hardware(arguments)}
-    asked = PlanRequest(shape, workload, promise, _terms(arguments), hardware)
-    profiles = _kinds(arguments, asked)
+    request = PlanRequest(shape, workload, promise, _terms(arguments), hardware)
+    profiles = _kinds(arguments, request)
     budget = Budget(arguments.gpus, arguments.usd_per_hour)
     search = FleetSearch(profiles, profiles, workload, promise, budget)
     _say(f"{len(profiles)} profiles of worker have room; searching")
@@ -138,14 +142,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     _say("searching for what would change the answer")
     changes = list(sensitivities(best.layout, found.planned, workload, promise, budget, arguments.rate, found.weights))
     if arguments.report is not None:
-        _draw(arguments.report, best, asked)
+        _draw(arguments.report, best, request)
     if not arguments.json:
-        _print(arguments, asked, found.answers, changes, text)
+        _print(arguments, request, found.answers, changes, text)
     print(
         json.dumps(
             {
-                "best": best.told(),
-                "runners_up": [one.told() for one in found.answers[1:]],
+                "best": best.as_json(),
+                "runners_up": [one.as_json() for one in found.answers[1:]],
                 "what_would_change_it": changes,
             }
         )
@@ -216,12 +220,12 @@ def _quantizations(arguments: argparse.Namespace) -> list[Quantization]:
     return found
 
 
-def _kinds(arguments: argparse.Namespace, asked: PlanRequest) -> list[WorkerProfile]:
-    shape, workload, terms = asked.shape, asked.workload, asked.terms
+def _kinds(arguments: argparse.Namespace, request: PlanRequest) -> list[WorkerProfile]:
+    shape, workload, terms = request.shape, request.workload, request.terms
     if arguments.costs is not None:
-        return [_measured(arguments, workload, asked.promise)]
-    hardware, quantizations = list(asked.hardware.values()), _quantizations(arguments)
-    check_floors(shape, hardware, quantizations, workload, asked.promise, terms)
+        return [_measured(arguments, workload, request.promise)]
+    hardware, quantizations = list(request.hardware.values()), _quantizations(arguments)
+    check_floors(shape, hardware, quantizations, workload, request.promise, terms)
     profiles = [profile for one in hardware for profile in profiles_of(shape, one, quantizations, workload, terms)]
     if not profiles:
         raise nowhere(shape, hardware, workload, terms)
@@ -249,12 +253,12 @@ def _say(line: str) -> None:
 
 def _print(
     arguments: argparse.Namespace,
-    asked: PlanRequest,
+    request: PlanRequest,
     answers: Sequence[PlannedLayout],
     changes: Sequence[str],
     text: str,
 ) -> None:
-    best, workload, promise = answers[0], asked.workload, asked.promise
+    best, workload, promise = answers[0], request.workload, request.promise
     print(
         f"{workload.name}: prompts of {workload.mean_prompt:.0f} tokens, answers of {workload.mean_answer:.0f}, means; "
         f"longest request {workload.longest:,}"
@@ -278,23 +282,23 @@ def _print(
         )
         for profile in {one.name: one for one in (best.layout.prefill, best.layout.decode) if one is not None}.values():
             print()
-            for line in roofline_lines(asked.shape, asked.machine(profile), workload, batch):
+            for line in roofline_lines(request.shape, request.machine(profile), workload, batch):
                 print(line)
     copy = ", with your copy of the model as its path" if arguments.model in MODELS else ""
     print(f"\n# serve it: twostroke serve --config FILE{copy}\n{text}")
 
 
-def _draw(folder: Path, best: PlannedLayout, asked: PlanRequest) -> None:
-    from twostroke.planning.pictures import batch_sweep, phases, roofline, write_pictures
+def _draw(folder: Path, best: PlannedLayout, request: PlanRequest) -> None:
+    from twostroke.planning.costs.pictures import batch_sweep, phases, roofline, write_pictures
     from twostroke.planning.queueing import rows_s
 
-    decode, workload = best.layout.decode, asked.workload
+    decode, workload = best.layout.decode, request.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
     rates = [batch / rows_s(decode, batch, workload.mean_context) for batch in batches]
     pictures = [batch_sweep(batches, {decode.name: rates}, {"saturated": full})]
-    if decode.hardware in asked.hardware:
-        machine, prompt = asked.machine(decode), int(workload.mean_prompt)
-        of_phases = phases(asked.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
-        pictures.append(roofline(machine, asked.shape, of_phases))
+    if decode.hardware in request.hardware:
+        machine, prompt = request.machine(decode), int(workload.mean_prompt)
+        of_phases = phases(request.shape, machine.held, prompt, max(1, full), int(workload.mean_context))
+        pictures.append(roofline(machine, request.shape, of_phases))
     write_pictures(folder, pictures)

@@ -53,13 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.output or Path(f"regret-{datetime.now():%Y%m%d-%H%M%S}")
     promise = promise_of(arguments.slo)
     interrupt_once()
-    asked = Plan("planned", "", arguments.max_context, Poisson(1.0), _workload(arguments), SLO(), seconds=1e9)
-    sample = sample_of(asked, arguments.workload)
+    offered = Plan("planned", "", arguments.max_context, Poisson(1.0), _workload(arguments), SLO(), seconds=1e9)
+    sample = sample_of(offered, arguments.workload)
     one = {"name": "standard", "ttft_s": promise.ttft_s, "tpot_s": promise.tpot_s}
     settings = {"model": {"path": arguments.model}, "slo": {"classes": [one], "admission": False}}
 
     def plan_of(url: str) -> Plan:
-        plan = plan_for(url, asked.workload, arguments.seconds, 0, arguments.max_context)
+        plan = plan_for(url, offered.workload, arguments.seconds, 0, arguments.max_context)
         return msgspec.structs.replace(plan, slo=SLO(promise.ttft_s, promise.tpot_s))
 
     found, failed = dict[Candidate, Measured](), dict[str, str]()
@@ -81,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
             if known is not None:
                 found[candidate] = known
     planned = planned_goodputs(found, sample, promise)
-    told = verdict_of(planned, {one.name: found[one].capacity for one in found})
-    for line in table(told):
+    verdict = verdict_of(planned, {one.name: found[one].capacity for one in found})
+    for line in table(verdict):
         say(line)
-    print(json.dumps({"folder": str(folder), "failed": failed, **told}))
-    return 0 if told["regret"] is not None else 1
+    print(json.dumps({"folder": str(folder), "failed": failed, **verdict}))
+    return 0 if verdict["regret"] is not None else 1
 
 
 def _workload(arguments: argparse.Namespace) -> Any:
@@ -119,8 +119,8 @@ def verdict_of(planned: Mapping[str, float], measured: Mapping[str, Estimate | N
     }
 
 
-def table(told: Mapping[str, Any]) -> list[str]:
+def table(verdict: Mapping[str, Any]) -> list[str]:
     """Return Markdown: a row a layout, requests a second."""
-    measured = told["measured_rps"]
-    rows = [f"| {name} | {measured.get(name, '-')} | {rate} |" for name, rate in told["planned_rps"].items()]
+    measured = verdict["measured_rps"]
+    rows = [f"| {name} | {measured.get(name, '-')} | {rate} |" for name, rate in verdict["planned_rps"].items()]
     return ["| layout | goodput measured | planned |", "|---|---|---|", *rows]

@@ -36,9 +36,9 @@ from twostroke.model.published.hardware import hardware_of
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import plan_for
+from twostroke.planning.costs.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
-from twostroke.planning.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.search import PlanConstraints, nowhere, profiles_of
 from twostroke.planning.trials import shares_of
 from twostroke.planning.workload import SLOTargets, Workload, sample_of
@@ -123,14 +123,14 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         found.failed["the rest"] = "it was interrupted"
         exit_code = INTERRUPTED_EXIT
-    told = tell(found)
+    verdict = tell(found)
     if arguments.report and found.layouts and exit_code == 0:
-        _draw(arguments, plan.slo, found, told, folder, tell_people)
-    (folder / "verdict.json").write_text(json.dumps(told, indent=1) + "\n")
+        _draw(arguments, plan.slo, found, verdict, folder, tell_people)
+    (folder / "verdict.json").write_text(json.dumps(verdict, indent=1) + "\n")
     if not arguments.json:
-        print("\n".join(words_of(told)))
-    print(json.dumps({"folder": str(folder), **told}))
-    return exit_code or (0 if told["best"] is not None else 1)
+        print("\n".join(words_of(verdict)))
+    print(json.dumps({"folder": str(folder), **verdict}))
+    return exit_code or (0 if verdict["best"] is not None else 1)
 
 
 def check(arguments: argparse.Namespace) -> SentWorkload:
@@ -288,7 +288,7 @@ def _draw(
     arguments: argparse.Namespace,
     slo: SLO,
     found: Found,
-    told: dict[str, Any],
+    verdict: dict[str, Any],
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
@@ -316,14 +316,14 @@ def _draw(
                 cost = hourly / (rate * found.sample.mean_answer * 3600.0) * 1e6
                 curves.setdefault(mode, []).append((scale, cost))
     plots = [
-        report.capacities(told["modes"]),
+        report.capacities(verdict["modes"]),
         *([report.by_length(found.lengths)] if found.lengths else []),
         *([report.by_rate(found.rates)] if found.rates else []),
         report.by_ratio(split, capacity(Layout("aggregated", shown.decode, workers))),
         report.memory(shown, found.sample, found.promise, WATCHED_SHARE * first),
         report.cost({mode: sorted(points) for mode, points in curves.items()}, slo, unit),
     ]
-    say(f"report: {report.write_page(folder, words_of(told), plots)}")
+    say(f"report: {report.write_page(folder, words_of(verdict), plots)}")
 
 
 # --- the answer ---
@@ -353,7 +353,7 @@ def tell(found: Found) -> dict[str, Any]:
             values[mode] = Estimate(expected, min(rates), max(rates))
     ranked = sorted(values, key=lambda mode: values[mode].value, reverse=True)
     off = statistics.median(errors) if errors else None
-    told: dict[str, Any] = {
+    verdict: dict[str, Any] = {
         "best": None,
         "by": None,
         "uncertainty": None,
@@ -368,7 +368,7 @@ def tell(found: Found) -> dict[str, Any]:
         "failed": found.failed,
     }
     if len(ranked) < 2 or values[ranked[0]].value <= 0:
-        return told
+        return verdict
     best, second = values[ranked[0]], values[ranked[1]]
     by = best.value / second.value - 1 if second.value > 0 else None
     widths = [
@@ -376,42 +376,48 @@ def tell(found: Found) -> dict[str, Any]:
     ]
     uncertainty = max(*widths, off or 0.0, 0.0)
     is_clear = by is None or by > uncertainty
-    return told | {"best": ranked[0], "second": ranked[1], "by": by, "uncertainty": uncertainty, "is_clear": is_clear}
+    return verdict | {
+        "best": ranked[0],
+        "second": ranked[1],
+        "by": by,
+        "uncertainty": uncertainty,
+        "is_clear": is_clear,
+    }
 
 
-def words_of(told: dict[str, Any]) -> list[str]:
+def words_of(verdict: dict[str, Any]) -> list[str]:
     """The answer for people, its first line alone enough."""
     lines: list[str] = []
-    best = told["best"]
+    best = verdict["best"]
     if best is None:
         lines.append("No answer: fewer than two modes could be judged, or none keeps the promise at any rate.")
     else:
         is_yes = best != "aggregated"
-        by = "the others none" if told["by"] is None else f"{told['by']:.0%} more than {told['second']}"
-        rate = _rate(told["modes"][best])
-        clear = "" if told["is_clear"] else " That is less than what is uncertain: take it for a draw."
+        by = "the others none" if verdict["by"] is None else f"{verdict['by']:.0%} more than {verdict['second']}"
+        rate = _rate(verdict["modes"][best])
+        clear = "" if verdict["is_clear"] else " That is less than what is uncertain: take it for a draw."
         lines.append(
             f"{'Yes' if is_yes else 'No'}: {best} keeps the promise for {rate:.3g} requests a second, {by}, "
-            f"give or take {told['uncertainty']:.0%}.{clear}"
+            f"give or take {verdict['uncertainty']:.0%}.{clear}"
         )
-    lines.append(f"By {told['basis']}.")
-    modes = told["modes"]
+    lines.append(f"By {verdict['basis']}.")
+    modes = verdict["modes"]
     if unknown := [mode for mode, one in modes.items() if one["attainment"] and one["measured_rps"] is None]:
         around = max(modes[mode]["simulated_rps"] or modes[mode]["attainment"][-1][0] for mode in unknown)
         lines.append(
             f"The capacity of {', '.join(unknown)} is simulated: of the rates measured there all held, or none; "
             f"--rates around {around:.3g} would measure it."
         )
-    for flip in told["flips"]:
+    for flip in verdict["flips"]:
         at = (
             f"{flip['at']:.0f} prompt tokens"
             if flip["what"] == "prompt_tokens"
             else f"{flip['at']:.3g} requests a second"
         )
         lines.append(f"From {at} on {flip['after']} is ahead of {flip['before']}.")
-    if not told["flips"] and told["by_prompt_tokens"]:
+    if not verdict["flips"] and verdict["by_prompt_tokens"]:
         lines.append("It flips at none of the simulated prompt lengths and rates.")
-    lines += [f"Left out, {name}: {why}" for name, why in told["failed"].items()]
+    lines += [f"Left out, {name}: {why}" for name, why in verdict["failed"].items()]
     return lines
 
 

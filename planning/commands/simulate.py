@@ -45,9 +45,9 @@ from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
+from twostroke.planning.costs.profiles import PROFILES, profile_of
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.profiles import PROFILES, profile_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import WorkerCrash
@@ -118,12 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rates and arguments.against is None:
         raise ConfigError("--rates: are of --against; give one --rate")
     try:
-        told = _run(arguments) if arguments.against is None else _against(arguments)
+        report = _run(arguments) if arguments.against is None else _against(arguments)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
-    told["seconds"] = round(time.perf_counter() - began, 3)
-    told["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps(told))
+    report["seconds"] = round(time.perf_counter() - began, 3)
+    report["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps(report))
     return 0
 
 
@@ -160,14 +160,14 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
             progress=say,
             queue=config.decode.queue,
         )
-        seen = read_observations(records)
+        observed = read_observations(records)
     else:
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
         coarse, scaling = _coarse(plan, layout, slo, config.autoscaling, arguments, say)
-        seen = read_observations(_coarse_records(coarse))
+        observed = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
-    if plan.warm_up_s > (last_s := float(seen.scheduled_s.max())):
+    if plan.warm_up_s > (last_s := float(observed.scheduled_s.max())):
         raise ConfigError(
             f"--warm-up {plan.warm_up_s:g}: the last request comes after {last_s:.3g} s, so none is judged"
         )
@@ -175,7 +175,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, last_s + 1e-6))
     if arguments.report is not None:
         _report(arguments.report, plan, records)
-    return _told(plan, seen, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
+    return _told(plan, observed, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
 
 
 def _against(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -256,11 +256,11 @@ def _is_exact(arguments: argparse.Namespace, config: ClusterConfig, plan: Plan, 
     return is_small or arguments.faults is not None
 
 
-def _slo(config: ClusterConfig, asked: SLO, *, is_asked: bool) -> SLOConfig:
+def _slo(config: ClusterConfig, slo: SLO, *, is_asked: bool) -> SLOConfig:
     """The file's classes; without a file the times of --slo are promised to all, and nobody is refused."""
-    if is_asked or asked == SLO():
+    if is_asked or slo == SLO():
         return config.slo
-    return SLOConfig(classes=(SLOClass(name="standard", ttft_s=asked.ttft_s, tpot_s=asked.tpot_s),), admission=False)
+    return SLOConfig(classes=(SLOClass(name="standard", ttft_s=slo.ttft_s, tpot_s=slo.tpot_s),), admission=False)
 
 
 class ProgressLine:
@@ -367,23 +367,23 @@ def _report(folder: Path, plan: Plan, records: Iterable[Record]) -> None:
     write_report(of_run)
 
 
-def _told(plan: Plan, seen: Observations, workers: int, *, is_exact: bool, quiet: bool) -> dict[str, Any]:
+def _told(plan: Plan, observed: Observations, workers: int, *, is_exact: bool, quiet: bool) -> dict[str, Any]:
     facts = _facts(workers)
-    summary = summary_of(plan, facts, seen, ())
-    told: dict[str, Any] = {
+    summary = summary_of(plan, facts, observed, ())
+    report: dict[str, Any] = {
         "workers": workers,
-        "requests": int(judged_rows(plan, facts, seen).sum()),
+        "requests": int(judged_rows(plan, facts, observed).sum()),
         "events": "exact" if is_exact else "coarse",
         "attainment": None if summary.attainment is None else summary.attainment.value,
         "refused": summary.counts.refused,
     }
     for name, spread in (("ttft", summary.ttft), ("tpot", summary.tpot)):
-        told[f"{name}_p50_s"] = None if spread is None else spread.p50.value
-        told[f"{name}_p90_s"] = None if spread is None else spread.p90
-        told[f"{name}_p99_s"] = None if spread is None else spread.p99.value
+        report[f"{name}_p50_s"] = None if spread is None else spread.p50.value
+        report[f"{name}_p90_s"] = None if spread is None else spread.p90
+        report[f"{name}_p99_s"] = None if spread is None else spread.p99.value
         if not quiet and spread is not None:
             p50, p90, p99 = spread.p50.value, spread.p90, spread.p99.value
             print(f"{name.upper()}: P50 {p50:.4g} s, P90 {p90:.4g} s, P99 {p99:.4g} s")
     if not quiet:
         print(f"output: {summary.output_rate.value:.1f} tokens a second; refused: {summary.counts.refused}")
-    return told
+    return report

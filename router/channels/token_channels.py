@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
+from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost, EpochMismatch, ProtocolError, WorkerLost
 from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
-    Convicted,
     Drain,
     Hello,
     KVNotSent,
@@ -24,6 +24,7 @@ from twostroke.protocol.messages import (
     Ping,
     Refuse,
     ReportBlocks,
+    RequestsBlocked,
     StatsFrame,
     TokenFrame,
     Welcome,
@@ -32,7 +33,6 @@ from twostroke.protocol.network import Connection, Network
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Interval, Section
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.verdicts import Verdict
 from twostroke.router.channels.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
@@ -42,47 +42,58 @@ class TokenChannelConfig(Section):
     """Times of a token channel, in seconds."""
 
     ping_s: Interval = 1.0
-    """How often a router gives workers a sign of life; a third of their `lease_s` at most."""
+    """Interval of a router's signs of life to workers; at most a third of their `lease_s`."""
     silence_s: Interval = 2.5
     """A worker that is silent for so long counts as lost, and its requests go on elsewhere. A killed worker's
     connection ends at once; this is for stopped and unreachable ones, whose streams stand still for as long. At least
     twice the workers' `stats_interval_s`; five of them by default: with fewer, a worker whose event loop is held up for
     a moment loses its streams for nothing."""
     connect_s: Interval = 2.0
-    """To connect to a worker and be welcomed. A request that needs a worker which does not answer waits so long before
-    it goes elsewhere."""
+    """Longest time to connect to a worker and be welcomed. A request that needs a worker which does not answer goes
+    elsewhere after that."""
     backoff_first_s: Interval = 0.05
-    """Before the second try to connect; doubles from try to try."""
+    """Pause before the second attempt to connect; doubles from attempt to attempt."""
     backoff_most_s: Interval = 2.0
-    """Between tries to connect at most."""
+    """Longest pause between attempts to connect."""
 
 
 _DEFAULTS = TokenChannelConfig()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ChannelListener:
-    """Who hears of what the channels bring. All are called on the event loop and must not wait."""
+    """Callbacks for what the channels bring. All run on the event loop and must not wait."""
 
-    told: Callable[[Peer, WorkerStats], None] = lambda peer, stats: None  # a worker's numbers
-    changed: Callable[[Peer], None] = lambda peer: None  # a worker's channel has come up, or has dropped
-    blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None = (
-        None  # False: ask for all; None: ask for nothing
-    )
-    convicted: Callable[[Sequence[Verdict]], None] = lambda verdicts: None  # by other routers, more than once
-    known_verdicts: Callable[[], tuple[Verdict, ...]] = tuple  # told to each worker whose channel comes up
+    on_stats: Callable[[Peer, WorkerStats], None] = lambda peer, stats: None
+    on_connection: Callable[[Peer, bool], None] = lambda peer, is_up: None
+    """A worker's channel has come up, or has dropped or could not be opened."""
+    on_blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None = None
+    """Return False to have the worker send all of its blocks. Without this callback no worker is asked for blocks."""
+
+
+_NO_LISTENER = ChannelListener()
 
 
 class TokenChannels:
     """All token channels of one router replica.
 
-    `peer` is this replica's id and epoch; the id is the `router_id` of its requests. Who wants to hear of what comes
-    sets what concerns it in `listener`, before the channels follow any worker.
+    `peer` is this replica's id and epoch; the id is the `router_id` of its requests. `blocked` is extended by what
+    workers tell, and told to each worker whose channel comes up.
     """
 
-    def __init__(self, *, network: Network, peer: Peer, clock: Clock, config: TokenChannelConfig = _DEFAULTS):
+    def __init__(
+        self,
+        *,
+        network: Network,
+        peer: Peer,
+        clock: Clock,
+        config: TokenChannelConfig = _DEFAULTS,
+        listener: ChannelListener = _NO_LISTENER,
+        blocked: BlockedRequests | None = None,
+    ):
         self.peer = peer
-        self.listener = ChannelListener()
+        self._listener = listener
+        self._blocked = BlockedRequests(clock) if blocked is None else blocked
         self._network = network
         self._clock = clock
         self._config = config
@@ -120,17 +131,17 @@ class TokenChannels:
         await channel.ensure()
 
     def is_connected(self, worker: Peer) -> bool:
-        """Whether tokens can come from this worker now."""
+        """Return whether tokens can come from this worker now."""
         channel = self._channels.get(worker)
         return channel is not None and channel.is_connected
 
     def is_down(self, worker: Peer) -> bool:
-        """Whether the channel to this worker is broken; a first attempt under way counts as sound."""
+        """Return whether the channel to this worker is broken; a first attempt under way counts as sound."""
         channel = self._channels.get(worker)
         return channel is not None and channel.is_down
 
     def fell_silent(self, worker: Peer) -> bool:
-        """Whether the worker was given up without a word: stopped, cut off, or its machine is gone."""
+        """Return whether the worker was given up for its silence: stopped, cut off, or its machine is gone."""
         channel = self._channels.get(worker)
         return channel is not None and channel.fell_silent
 
@@ -165,11 +176,11 @@ class TokenChannels:
         if channel is not None:
             channel.send(message)
 
-    def tell_verdicts(self, verdicts: Sequence[Verdict]) -> None:
-        """Have every worker pass this on to its other routers."""
-        if verdicts:
+    def tell_blocked(self, requests: Sequence[BlockedRequest]) -> None:
+        """Have every worker pass these on to its other routers."""
+        if requests:
             for channel in self._channels.values():
-                channel.send(Convicted(tuple(verdicts)))
+                channel.send(RequestsBlocked(tuple(requests)))
 
     async def close(self) -> None:
         """Close every channel; streams still open raise WorkerLost."""
@@ -190,7 +201,7 @@ class TokenChannels:
         task.add_done_callback(self._leaving.discard)
 
     def _open(self, info: WorkerInfo) -> "WorkerChannel":
-        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self.listener)
+        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self._listener, self._blocked)
 
 
 class WorkerChannel:
@@ -208,6 +219,7 @@ class WorkerChannel:
         clock: Clock,
         config: TokenChannelConfig,
         listener: ChannelListener,
+        blocked: BlockedRequests,
     ):
         self.info = info
         self.stats: WorkerStats | None = None
@@ -219,6 +231,7 @@ class WorkerChannel:
         self._clock = clock
         self._config = config
         self._listener = listener
+        self._blocked = blocked
         self._connection: Connection | None = None
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
@@ -231,27 +244,27 @@ class WorkerChannel:
 
     @property
     def is_connected(self) -> bool:
-        """Whether tokens can come now."""
+        """Return whether tokens can come now."""
         return self._connection is not None
 
     @property
     def is_down(self) -> bool:
-        """Whether the last attempt failed, or the last connection has; a first attempt under way counts as sound."""
+        """Return whether the last attempt or connection failed; a first attempt under way counts as sound."""
         return self._connection is None and self._failed
 
     @property
     def is_in_use(self) -> bool:
-        """Whether any request relies on it."""
+        """Return whether any request relies on it."""
         return bool(self._streams or self.sendings)
 
     def leave(self) -> None:
-        """The worker is taken down: it is told so, once, and the connection is the last one."""
+        """Tell the worker, once, that it is taken down; the connection is the last one."""
         if not self._is_leaving:
             self._is_leaving = True
             self.send(Drain())
 
     def stay(self) -> bool:
-        """The worker is not taken down after all. False where the channel has ended meanwhile."""
+        """Take back `leave`. Return False where the channel has ended meanwhile."""
         if self._is_leaving:
             self._is_leaving = False
             self._ask_for_blocks()
@@ -268,7 +281,7 @@ class WorkerChannel:
             raise error
 
     def subscribe(self, request_id: str, max_tokens: int) -> TokenStream:
-        """As TokenChannels.subscribe, where there is a connection."""
+        """Open a request's stream (see TokenChannels.subscribe); there must be a connection."""
         stream = self._streams[request_id] = TokenStream(
             max_tokens,
             on_close=lambda: self._unsubscribe(request_id),
@@ -301,10 +314,10 @@ class WorkerChannel:
             connection: Connection | None = None
             try:
                 async with asyncio.timeout(self._config.connect_s):
-                    connection, verdicts = await self._greet()
+                    connection, known = await self._greet()
                 backoff_s = self._config.backoff_first_s
                 level = logging.INFO
-                await self._serve(connection, verdicts)
+                await self._serve(connection, known)
             except (ConnectionLost, EpochMismatch, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             except Exception as error:  # those who wait in `ensure` must be told, and the channel must come back
@@ -321,7 +334,7 @@ class WorkerChannel:
             await self._wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._config.backoff_most_s)
 
-    async def _greet(self) -> tuple[Connection, tuple[Verdict, ...]]:
+    async def _greet(self) -> tuple[Connection, RequestsBlocked]:
         """Connect, be welcomed by the very incarnation that the fleet names, and hear what it knows of poison requests.
 
         Raises ConnectionLost (nobody there, or refused), EpochMismatch (somebody else) or ProtocolError.
@@ -337,23 +350,23 @@ class WorkerChannel:
             if answer.receiver != self.info.peer:
                 raise EpochMismatch(f"reached worker {answer.receiver.worker_id} of another epoch or name")
             known = await connection.receive()
-            if not isinstance(known, Convicted):
+            if not isinstance(known, RequestsBlocked):
                 raise ProtocolError(f"expected what is known of poison requests, got {type(known).__name__}")
         except BaseException:
             await connection.close()
             raise
-        return connection, known.verdicts
+        return connection, known
 
-    async def _serve(self, connection: Connection, verdicts: Sequence[Verdict]) -> None:
+    async def _serve(self, connection: Connection, known: RequestsBlocked) -> None:
         """Hand out what comes until the connection is lost, which raises ConnectionLost."""
         self._connection = connection
         # Before any request can go there. What the worker knows already is no news to it.
-        self._listener.convicted(verdicts)
-        if known := self._listener.known_verdicts():
-            self.send(Convicted(known))
+        self._blocked.learn(known.requests)
+        if blocked := self._blocked.latest():
+            self.send(RequestsBlocked(blocked))
         self._failed = self.fell_silent = False
         self._settle(None)
-        self._listener.changed(self.info.peer)
+        self._listener.on_connection(self.info.peer, True)
         self._ask_for_blocks()
         silence = Silence(self._clock, self._config.silence_s)
         watch = asyncio.create_task(self._watch(connection, silence))
@@ -371,11 +384,11 @@ class WorkerChannel:
                         self.sendings.pop(message.request_id, _nothing)()
                     case StatsFrame():
                         self.stats = message.stats
-                        self._listener.told(self.info.peer, message.stats)
+                        self._listener.on_stats(self.info.peer, message.stats)
                     case BlocksHeld() | BlocksChanged():
                         self._hear_of_blocks(message)
-                    case Convicted(verdicts):
-                        self._listener.convicted(verdicts)
+                    case RequestsBlocked():
+                        self._blocked.learn(message.requests)
                     case Ping():
                         pass
                     case _:
@@ -385,15 +398,15 @@ class WorkerChannel:
             await asyncio.gather(watch, return_exceptions=True)
 
     def _ask_for_blocks(self) -> None:
-        if self._listener.blocks is not None:
+        if self._listener.on_blocks is not None:
             self.send(ReportBlocks())
 
     def _hear_of_blocks(self, message: BlocksHeld | BlocksChanged) -> None:
-        if self._listener.blocks is None:
+        if self._listener.on_blocks is None:
             raise ProtocolError("a worker told of its blocks without being asked")
         if self._is_leaving:
             return  # nobody is sent there, and who has forgotten it would learn all of it anew
-        if not self._listener.blocks(self.info.peer, message):
+        if not self._listener.on_blocks(self.info.peer, message):
             self._ask_for_blocks()
 
     async def _watch(self, connection: Connection, silence: Silence) -> None:
@@ -418,7 +431,7 @@ class WorkerChannel:
         self._connection = None
         self._failed = True
         self.stats = None
-        self._listener.changed(self.info.peer)
+        self._listener.on_connection(self.info.peer, False)
         self._settle(error)
         self._attempt = asyncio.get_running_loop().create_future()
         self._hurry.clear()
@@ -438,4 +451,4 @@ class WorkerChannel:
 
 
 def _nothing() -> None:
-    """Nobody watches whether this request's KV is sent."""
+    """Stand in for the callback of a request whose KV nobody watches."""

@@ -29,7 +29,7 @@ class TokenStream:
         # A sound worker sends one token an event at least, and token 0 may come twice; the end may come alone.
         self._events_left = max_tokens + 2
         self.heard = False
-        """Whether the decode worker has said anything about this request."""
+        """True once the decode worker has sent anything for this request."""
 
     def push(self, event: TokenEvent) -> None:
         """Queue `event` behind those before it."""

@@ -1,4 +1,4 @@
-"""What a user may set about the way of a sequence through the workers."""
+"""Settings of the way of a sequence through the workers."""
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
@@ -9,7 +9,7 @@ from twostroke.router.routing.chooser import PathConfig
 
 
 class PipelineConfig(PathConfig):
-    """How patient the router is, in seconds, beside how it chooses workers."""
+    """Timeouts and retries, in seconds, beside the choice of workers."""
 
     request_timeout_s: PositiveFloat = 600.0
     """A request that takes longer, from its arrival to its last token, fails with status 504, and its workers are
@@ -27,19 +27,19 @@ class PipelineConfig(PathConfig):
     shortened at random by up to half. The first retry after a lost worker is at once: a client waits in the middle of
     its stream. At most `retry_most_s`."""
     retry_most_s: NonNegativeFloat = 1.0
-    """Between a request's retries at most; at least `retry_first_s`."""
+    """Longest pause between a request's retries; at least `retry_first_s`."""
     retry_wait_s: NonNegativeFloat = 20.0
     """A begun request waits so long for a worker to come back. Longer where the only decode worker is tensor-parallel:
     its ranks take some 15 s on a small machine."""
     retry_poll_s: Interval = 0.1
-    """How often a request that waits for a worker looks for one."""
+    """Interval at which a request that waits for a worker looks for one."""
     reuse_wait_s: NonNegativeFloat = 0.5
-    """Before a worker that failed a request gets it again, where there is no other."""
+    """Pause before a worker that failed a request gets it again, where there is no other."""
     reply_grace_s: NonNegativeFloat = 1.0
-    """Between the end of a worker's call and its last tokens, or the other way round."""
+    """Longest time between the end of a worker's call and its last tokens, or the other way round."""
     prefill_failed_repeat_s: Interval = 0.25
-    """How often a decode worker is told that its prefill has failed, until it is heard of: it may not know the request
-    yet."""
+    """Interval at which a decode worker is told that its prefill has failed, until it answers: it may not know the
+    request yet."""
     ejection: EjectionConfig = Field(default_factory=EjectionConfig)
     suspects: SuspectsConfig = Field(default_factory=SuspectsConfig)
 

@@ -1,4 +1,4 @@
-"""What one router has under way, and whether it takes more."""
+"""The choices that one router has under way, and whether it takes more."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class Gate:
 
     @contextmanager
     def cuttable(self) -> Iterator["asyncio.Future[None]"]:
-        """For a response: done when it is to end at once, for the server does."""
+        """Yield a future for a response, done when the server ends and the response has to end at once."""
         cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._cuts.add(cut)
         try:
@@ -59,7 +59,7 @@ class Gate:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is about to end, though it may still take requests."""
+        """Return whether the server is about to end, though it may still take requests."""
         return self._takes_until is not None
 
     def drain(self, notice_s: float) -> None:

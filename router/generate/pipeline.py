@@ -9,16 +9,15 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
-from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, left_of
-from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted
 from twostroke.router.fleet import Fleet, NoPath, Path
-from twostroke.router.generate.attempt import Attempt, AttemptDeps, AttemptObserver, PrefillMoved, out_of_time
-from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.reading import ScoreAttempt
+from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.retries import Retries, RetryBudget
+from twostroke.router.generate.score import ScoreAttempt
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.chooser import PathChooser
@@ -26,54 +25,60 @@ from twostroke.router.routing.in_flight import Hold
 
 _log = logging.getLogger(__name__)
 
-_DEFAULTS = PipelineConfig()
-
 Admit = Callable[[GenerateRequest, Path, float, bool], None]
-"""Told of each sequence once, when its path is chosen and its workers' places are held, before any call.
+"""Called once for each sequence, when its path is chosen and its workers' places are held, before any call.
 
-How many seconds ago it arrived, and whether it follows another choice that was let in. Raises RequestError to refuse.
+Takes the seconds since it arrived, and whether it follows another choice that was admitted. Raises RequestError to
+refuse it.
 """
 
 
 def admit_all(request: GenerateRequest, path: Path, waited_s: float, follows: bool) -> None:
-    """Where nothing is ever refused."""
+    """Admit everything."""
 
 
 class Pipeline:
     """Generates sequences on the fleet's workers.
 
-    `secret` is the cluster's, to sign tickets; `router` this replica's id and epoch; `draw_id` mints request ids;
-    `draw` gives numbers from 0 to 1, for pauses.
+    `knowledge` is this replica's, `secret` the cluster's key that signs tickets. `draw_id` mints request ids; `draw`
+    gives numbers from 0 to 1, for pauses.
     """
 
     def __init__(
         self,
         *,
         fleet: Fleet,
-        channels: TokenChannels,
+        knowledge: FleetKnowledge,
         secret: bytes,
-        clock: Clock,
-        router: Peer,
-        config: PipelineConfig = _DEFAULTS,
         draw_id: Callable[[], str] = lambda: secrets.token_hex(16),
         draw: Callable[[], float] = random.random,
         admit: Admit = admit_all,
     ):
-        self._channels = channels
-        self._clock = clock
-        self._router = router
-        self._config = config
+        self._config = config = knowledge.config
+        self._clock = clock = knowledge.clock
+        self._channels = channels = knowledge.channels
         self._draw_id = draw_id
         self._draw = draw
         self._admit = admit
         self._records = WorkerRecords(
-            fleet=fleet, channels=channels, clock=clock, ejection=config.ejection, suspects=config.suspects, draw=draw
+            fleet=fleet,
+            channels=channels,
+            clock=clock,
+            ejection=config.ejection,
+            suspects=config.suspects,
+            blocked=knowledge.blocked,
+            draw=draw,
         )
         self._budget = RetryBudget(config, clock)
-        self._chooser = PathChooser(workers=fleet.workers, channels=channels, clock=clock, config=config)
-        self._around = AttemptDeps(fleet, channels, secret, config)
-        self.on_decision: Callable[[float], None] = lambda seconds: None
-        """Told of every choice of workers how long it took."""
+        self._chooser = PathChooser(
+            workers=fleet.workers,
+            follow=channels.follow,
+            view=knowledge.view,
+            blocks=knowledge.blocks,
+            clock=clock,
+            config=config,
+        )
+        self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
 
     @property
     def in_flight(self) -> int:
@@ -87,15 +92,15 @@ class Pipeline:
     async def generate(self, request: GenerateRequest, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
         """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
 
-        Of a prompt that is read alone it is one event, a PromptRead.
+        A prompt that is only scored yields one event, a PromptScored.
 
         `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
         what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
-        `aclose` it) cancels the request on both workers. Raises NoPath (nobody there), RequestError (admission or a
+        `aclose` it) cancels the request on both workers. Raises NoPath (no worker), RequestError (admission or a
         worker refuses the request, it takes workers down, or its time is over), WorkerLost (it lost workers more often
         than `retries` allows).
         """
-        case = self._records.suspects.open(request)
+        suspect = self._records.suspects.open(request)
         retries = Retries(self._config, self._budget, self._draw)
         deadline = self._clock() + self._config.request_timeout_s
         sent: list[int] = []
@@ -103,26 +108,28 @@ class Pipeline:
         last = self._clock()
         while True:
             async with self._until(deadline):
-                path, hold = await self._find(request, sent, failed)
+                path, hold = await self._find(request, sent, failed, stages)
             if stages.attempts == 0:
                 self._let_in(request, path, hold, stages)
-            progress = AttemptObserver(path, hold, case, stages, failed, self._records, self._chooser, self._clock)
+            # The hold first: the next request must see its room at once.
+            observers = (hold, stages, self._records, self._chooser)
+            log = AttemptLog(AttemptContext(path, request, sent, suspect), observers, self._clock)
             failure: WorkerLost | RequestError | None = None
             try:
+                log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
-                    await progress.begin()
-                tried = self._next_try(request, sent, stages)
-                _log.debug("an attempt begins", extra=about(tried.log_context))
-                kind: type[Attempt | ScoreAttempt] = Attempt if tried.reading is None else ScoreAttempt
-                attempt = kind(self._around, tried, progress)
-                async with aclosing(attempt.events(sent, deadline - self._clock())) as events:
+                    await self._records.await_turn(suspect, path)
+                async with aclosing(self._attempt(log, stages, failed, deadline)) as events:
                     is_first = True
                     async for event in events:
                         now = self._clock()
                         if is_first and stages.attempts > 1:
-                            _tell_of_resumption(stages, len(sent), now - last)
+                            _log_resumption(stages, len(sent), now - last)
                         is_first, last = False, now
                         sent.extend(token.token_id for token in event.tokens)
+                        stages.num_output_tokens += len(event.tokens)
+                        if event.finish_reason is not None:
+                            stages.finish = now
                         yield event
                 return
             except (WorkerLost, RequestError) as error:
@@ -137,37 +144,55 @@ class Pipeline:
                 )
                 pause_s = retries.pause_s(
                     error,
-                    has_got_on=progress.has_got_on,
+                    has_decoded=log.has_decoded,
                     has_refused_before=decode in failed,
                     has_begun=bool(sent),
                 )
                 if pause_s is None:
                     raise
-                if progress.has_got_on:
+                if log.has_decoded:
                     failed.clear()  # what others did before that is long ago
                 if not isinstance(error, PrefillMoved):
                     failed.add(decode)
             finally:
-                progress.end(request, sent, failure)
-            await self._records.suspects.judge(case)
+                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded))
+            await self._records.suspects.judge(suspect)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
-    async def _find(self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer]) -> tuple[Path, Hold]:
+    def _attempt(
+        self, log: AttemptLog, stages: SequenceStages, failed: set[Peer], deadline: float
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Call the path's workers with the request as it is now, under an id of its own. Raises WorkerLost."""
+        request = self._next_try(log.attempt.request, log.attempt.sent, stages)
+        _log.debug("an attempt begins", extra=about(request.log_context))
+        time_left_s = deadline - self._clock()
+        if request.reading is not None:
+            return ScoreAttempt(self._deps, log, request).events(time_left_s)
+        return Attempt(self._deps, log, request, failed).events(time_left_s)
+
+    async def _find(
+        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], stages: SequenceStages
+    ) -> tuple[Path, Hold]:
         """The path of the attempt after the outputs `sent`, its decode worker reachable, and the hold on its workers.
 
         `failed` are workers that failed the request: one that lost a worker waits for another, a new one is refused at
         once. Raises NoPath.
         """
         ejected = self._records.ejected()
-        path, hold = await self._reachable(request, sent, failed, ejected)
-        strangers = self._records.strangers_to(path.decode.peer)
-        if path.prefill is None or path.prefill.peer not in strangers:
+        path, hold = await self._reachable(request, sent, failed, ejected, stages)
+        unreachable = self._records.unreachable_prefill_for(path.decode.peer)
+        if path.prefill is None or path.prefill.peer not in unreachable:
             return path, hold
         hold.release()
-        return await self._reachable(request, sent, failed, ejected | strangers)
+        return await self._reachable(request, sent, failed, ejected | unreachable, stages)
 
     async def _reachable(
-        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], ejected: Collection[Peer]
+        self,
+        request: GenerateRequest,
+        sent: Sequence[int],
+        failed: Collection[Peer],
+        ejected: Collection[Peer],
+        stages: SequenceStages,
     ) -> tuple[Path, Hold]:
         now = self._clock()
         deadline = now + (self._config.retry_wait_s if failed else 0.0)
@@ -180,7 +205,7 @@ class Pipeline:
                     raise
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
-            self.on_decision(self._clock() - began)
+            stages.decisions_s.append(self._clock() - began)
             if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
@@ -201,7 +226,7 @@ class Pipeline:
             await asyncio.sleep(self._config.retry_poll_s)
 
     def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: SequenceStages) -> None:
-        """Before the first attempt. Raises what admission refuses the request with: at once, and nobody failed."""
+        """Ask admission before the first attempt. Raises its refusal at once."""
         try:
             self._admit(request, path, self._clock() - stages.arrive, stages.follows)
         except BaseException:
@@ -216,7 +241,7 @@ class Pipeline:
         return msgspec.structs.replace(
             request,
             request_id=self._draw_id(),
-            router_id=self._router.worker_id,
+            router_id=self._channels.peer.worker_id,
             token_ids=(*request.token_ids, *sent),
             promise=left_of(request.promise, self._clock() - stages.arrive),
             log_context=stages.log_context,
@@ -232,7 +257,7 @@ class Pipeline:
             raise out_of_time() from error
 
 
-def _tell_of_resumption(stages: SequenceStages, num_tokens: int, pause_s: float) -> None:
+def _log_resumption(stages: SequenceStages, num_tokens: int, pause_s: float) -> None:
     """The client stood still for `pause_s` after its `num_tokens`, and goes on."""
     extra = about(stages.log_context, tokens=num_tokens, pause_s=round(pause_s, 3))
     _log.info("a stream goes on at another attempt", extra=extra)

@@ -1,4 +1,4 @@
-"""Whether a request that failed is tried again, and after which pause. Pure.
+"""Retries: whether a request that failed is tried again, and after which pause. Pure.
 
 A worker that died, is cut off or leaves on purpose gives its requests back, all at once: each is tried again, whatever
 the retry budget says, since no accepted request may be lost to a dead worker, and its load has gone with it. Refusals
@@ -38,7 +38,7 @@ class RetryBudget:
         self._tokens = min(self._tokens + self._share, max(10.0 * self._floor, 1.0))
 
     def take(self) -> bool:
-        """Whether one more retry may be made; if so, it is counted."""
+        """Count one more retry and return True, if it may be made."""
         self._refill()
         if self._tokens < 1.0:
             return False
@@ -56,7 +56,7 @@ _TRY_ELSEWHERE = (429, 503)  # refusals that speak of the worker, not of the req
 
 
 class Retries:
-    """One request's. `draw` gives numbers from 0 to 1."""
+    """The retries of one request. `draw` gives numbers from 0 to 1."""
 
     def __init__(self, config: PipelineConfig, budget: RetryBudget, draw: Callable[[], float]):
         self._config = config
@@ -65,11 +65,11 @@ class Retries:
         self._in_a_row = 0
 
     def pause_s(
-        self, error: TwostrokeError, *, has_got_on: bool, has_refused_before: bool, has_begun: bool
+        self, error: TwostrokeError, *, has_decoded: bool, has_refused_before: bool, has_begun: bool
     ) -> float | None:
         """The pause before the next attempt; None: none is made, and the client is told of `error`.
 
-        `has_got_on` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
+        `has_decoded` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
         `has_begun` of whether the client has any token.
         """
         is_refusal = isinstance(error, RequestError)
@@ -77,7 +77,7 @@ class Retries:
         if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or is_believed):
             return None
         is_excused = is_refusal and has_begun
-        self._in_a_row = 1 if has_got_on else self._in_a_row + 1
+        self._in_a_row = 1 if has_decoded else self._in_a_row + 1
         if self._in_a_row > self._config.retries:
             if not is_excused:
                 return None

@@ -1,8 +1,8 @@
-"""What requests have met at their workers, kept for those that come: who is left out, and who is suspected.
+"""Records of how workers serve requests: which workers are left out, and which requests are suspects.
 
-`WorkerRecords` is told each step of an attempt's way. `Ejection` leaves out workers that are there and keep failing:
-they get nothing for a while, then one request to show what they can. A worker's process that ends is none of its
-business: it comes back with another epoch, and with nothing held against it. What suspicion means is in `poison.py`.
+`WorkerRecords` hears the events of attempts. `Ejection` leaves out workers that are there and keep failing: they get no
+requests for a while, then one that probes them. A worker whose process ends comes back with another epoch and a clean
+record. Suspects are explained in `poison.py`.
 """
 
 from collections import deque
@@ -13,23 +13,42 @@ from typing import Annotated, Generic, TypeVar
 from annotated_types import Ge, Le
 from pydantic import PositiveFloat, model_validator
 
+from twostroke.protocol.blocked_requests import BlockedRequests
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.errors import (
+    RequestError,
+    TransferFailed,
+    TwostrokeError,
+    WorkerFailed,
+    WorkerLeaving,
+    WorkerLost,
+)
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import ROLES
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    DecodeFailed,
+    DecodeStarted,
+    PrefillDone,
+    PrefillLost,
+    ScoreDone,
+    SuspectRequest,
+)
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, Path
-from twostroke.router.health.poison import Stay, SuspectRequest, Suspects, SuspectsConfig
+from twostroke.router.health.poison import Suspects, SuspectsConfig
 
 K = TypeVar("K", bound=Hashable)
 
 _RECENT = 20  # outcomes that the failure rate is taken over
-_FORGIVEN_AFTER = 10  # successes in a row after which the next ejection is as short as the first
+_CLEAN_AFTER = 10  # successes in a row after which the next ejection is as short as the first
 
 
 class EjectionConfig(Section):
-    """When a worker is left out, and for how long."""
+    """Conditions on which a worker is left out, and the time for which it is."""
 
     failures_in_a_row: Count = 5
     """Requests in a row that a worker fails, after which it gets none for a while. A client's error is no failure, nor
@@ -37,11 +56,11 @@ class EjectionConfig(Section):
     failure_rate: Annotated[float, Ge(0.05), Le(1)] = 0.5
     """Share of a worker's last 20 requests that fail, after which it gets none for a while."""
     first_s: PositiveFloat = 2.0
-    """How long a worker is left out the first time, shortened at random by up to half; doubles from time to time until
+    """First time for which a worker is left out, shortened at random by up to half; doubles from time to time until
     the worker has done ten requests in a row. Half of a role's workers are left out at most. Afterwards one request
-    finds out. At most `most_s`."""
+    probes the worker. At most `most_s`."""
     most_s: PositiveFloat = 60.0
-    """How long a worker is left out at most."""
+    """Longest time for which a worker is left out."""
 
     @model_validator(mode="after")
     def _check(self) -> "EjectionConfig":
@@ -52,7 +71,7 @@ class EjectionConfig(Section):
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of one worker. Ejected until `until`, then until a probe has succeeded."""
+    """The record of one worker. It is ejected until `until`, then until a probe has succeeded."""
 
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))  # outcomes, True is a failure
     in_a_row: int = 0  # failures
@@ -77,7 +96,7 @@ class Ejection(Generic[K]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held against anybody."""
+        """Return whether no worker has failed."""
         return not self._records
 
     def keep_where(self, is_there: Callable[[K], bool]) -> None:
@@ -86,13 +105,13 @@ class Ejection(Generic[K]):
             del self._records[gone]
 
     def begin(self, worker: K) -> None:
-        """A request goes there. Where its ejection is over, this is the one that finds out."""
+        """Note that a request goes there. Where its ejection is over, this request is the probe."""
         record = self._records.get(worker)
         if record is not None and record.until is not None and record.until <= self._clock():
             record.is_probed = True
 
     def succeeded(self, worker: K) -> None:
-        """A request got from the worker what it was to get."""
+        """Count a request that the worker served."""
         record = self._records.get(worker)
         if record is None:
             return
@@ -103,11 +122,11 @@ class Ejection(Generic[K]):
             record.until = None
             record.is_probed = False
             record.recent.clear()
-        if record.successes >= _FORGIVEN_AFTER and record.until is None:
+        if record.successes >= _CLEAN_AFTER and record.until is None:
             del self._records[worker]
 
     def failed(self, worker: K) -> None:
-        """The worker failed a request."""
+        """Count a request that the worker failed."""
         record = self._records.setdefault(worker, _Record())
         record.successes = 0
         record.in_a_row += 1
@@ -120,7 +139,7 @@ class Ejection(Generic[K]):
             self._eject(record)
 
     def lost(self, worker: K) -> None:
-        """The connection to the worker broke. All requests there say so, and it counts once."""
+        """Count a broken connection once, however many requests report it."""
         record = self._records.setdefault(worker, _Record())
         now = self._clock()
         if now - record.lost_at >= 1.0:
@@ -128,18 +147,18 @@ class Ejection(Generic[K]):
             self.failed(worker)
 
     def unresolved(self, worker: K) -> None:
-        """A request has ended there without telling anything: its client left, or it was the request's own fault."""
+        """Note a request that ended without a result: its client left, or it was the request's own fault."""
         record = self._records.get(worker)
         if record is not None:
             record.is_probed = False  # the next request finds out
 
     def is_out(self, worker: K) -> bool:
-        """Whether it is to be left out now, whoever else is."""
+        """Return whether it is to be left out now, however many others are."""
         record = self._records.get(worker)
         return record is not None and record.until is not None and (record.is_probed or record.until > self._clock())
 
     def ejected(self, among: Collection[K]) -> frozenset[K]:
-        """Those of `among` to be left out now, half of them at most: the ones that return last."""
+        """Return those of `among` to be left out now, half of them at most: the ones that return last."""
         out = [worker for worker in among if self.is_out(worker)]
         out.sort(key=lambda worker: -(self._records[worker].until or 0.0))
         return frozenset(out[: len(among) // 2])
@@ -154,22 +173,20 @@ class Ejection(Generic[K]):
 
 
 def backoff_s(first_s: float, most_s: float, num_before: int, draw: Callable[[], float]) -> float:
-    """A time that has doubled `num_before` times, shortened at random by up to half.
+    """Return a time that has doubled `num_before` times, shortened at random by up to half.
 
-    So those that failed together don't return together. `draw` gives numbers from 0 to 1.
+    Workers that failed together then don't return together. `draw` gives numbers from 0 to 1.
     """
     longest_s = min(first_s * 2.0 ** min(num_before, 32), most_s)
     return longest_s * (1.0 - 0.5 * draw())
 
 
-_PAIR_FAILURES = 2  # in a row, after which two workers that can't exchange KV are kept apart
+_PAIR_FAILURES = 2
+"""Failures in a row after which two workers that can't exchange KV are kept apart."""
 
 
 class WorkerRecords:
-    """One router replica's. `draw` gives numbers from 0 to 1.
-
-    Shares verdicts over the channels, so it is to be made before those follow any worker.
-    """
+    """The records of one router replica. `draw` gives numbers from 0 to 1."""
 
     def __init__(
         self,
@@ -179,19 +196,18 @@ class WorkerRecords:
         clock: Clock,
         ejection: EjectionConfig,
         suspects: SuspectsConfig,
+        blocked: BlockedRequests,
         draw: Callable[[], float],
     ):
         self._fleet = fleet
         self._channels = channels
-        self.suspects = Suspects(suspects, clock, is_gone=self._is_gone, tell=channels.tell_verdicts)
-        channels.listener.known_verdicts = self.suspects.verdicts
-        channels.listener.convicted = self.suspects.hear
+        self.suspects = Suspects(suspects, clock, blocked=blocked, is_gone=self._is_gone, tell=channels.tell_blocked)
         self._ejection = Ejection[Peer](ejection, clock=clock, draw=draw)
         pairs = ejection.model_copy(update={"failures_in_a_row": _PAIR_FAILURES})
         self._pairs = Ejection[tuple[Peer, Peer]](pairs, clock=clock, draw=draw)
 
     def ejected(self) -> frozenset[Peer]:
-        """Workers that requests are kept from: for a while, and half of a role at most. Quick while none has failed."""
+        """Return the workers that get no requests for a while, half of a role at most. Quick while none has failed."""
         if self._ejection.is_empty:
             return frozenset()
         workers = self._fleet.workers()
@@ -201,61 +217,72 @@ class WorkerRecords:
             *(self._ejection.ejected([info.peer for info in workers if info.role == role]) for role in ROLES)
         )
 
-    def strangers_to(self, decode: Peer) -> frozenset[Peer]:
-        """Prefill workers whose KV does not reach this decode worker."""
+    def unreachable_prefill_for(self, decode: Peer) -> frozenset[Peer]:
+        """Return the prefill workers whose KV does not reach this decode worker."""
         if self._pairs.is_empty:
             return frozenset()
         workers = {info.peer for info in self._fleet.workers()}
         self._pairs.keep_where(lambda pair: workers.issuperset(pair))
         return frozenset(one for one in workers if self._pairs.is_out((one, decode)))
 
-    # --- an attempt's way ---
+    # --- questions of an attempt ---
 
-    async def begin(self, case: SuspectRequest, path: Path) -> None:
-        """Before the first call; a suspect waits for its turn. Raises PoisonRequest."""
-        case.is_prompt_done = False
-        await self.suspects.may_try(case, path.workers)
+    async def await_turn(self, suspect: SuspectRequest, path: Path) -> None:
+        """Wait, as a suspect, until the path's workers may be called. Raises PoisonRequest."""
+        await self.suspects.await_turn(suspect, path.workers)
         for worker in path.workers:
             self._ejection.begin(worker)
         if path.prefill is None:
-            self.suspects.stay(case, path.decode.peer, Stay.FRESH)
+            self.suspects.run(suspect, path.decode.peer)
         else:
             self._pairs.begin((path.prefill.peer, path.decode.peer))
 
-    def computes(self, case: SuspectRequest, worker: Peer) -> None:
-        """The worker is about to be called: it may compute the prompt from now on. Raises PoisonRequest."""
-        self.suspects.check(case)
-        self.suspects.stay(case, worker, Stay.FRESH)
+    def begin_prefill(self, suspect: SuspectRequest, worker: Peer) -> None:
+        """Let the prefill worker compute the prompt. Raises PoisonRequest."""
+        self.suspects.check(suspect)
+        self.suspects.run(suspect, worker)
 
-    def prompt_done(self, case: SuspectRequest, prefill: Peer, decode: Peer) -> None:
-        """The prefill worker has drawn the first token, and the decode worker may go on from it."""
-        self.suspects.prompt_done(case)
-        self.suspects.leave(case, prefill)
-        self.suspects.stay(case, decode, Stay.FRESH)
-        self._ejection.succeeded(prefill)
+    async def await_turn_of_decode(self, suspect: SuspectRequest, decode: Peer) -> None:
+        """Wait, as a suspect, until the decode worker may compute the prompt. Raises PoisonRequest."""
+        self.suspects.leave(suspect, decode)  # it waits for KV that won't come
+        await self.suspects.await_turn(suspect, [decode])
+        self.suspects.run(suspect, decode)
 
-    def has_kv(self, case: SuspectRequest, decode: Peer) -> None:
-        """The decode worker has shown that the prompt's KV is there."""
-        if case.stays.get(decode) in (Stay.AWAITS, Stay.HELD):
-            self.suspects.stay(case, decode, Stay.FRESH)
+    # --- events of an attempt ---
 
-    def got_on(self, case: SuspectRequest, path: Path, position: int) -> None:
-        """The decode worker has drawn output token `position` by itself."""
-        decode = path.decode.peer
-        self.suspects.got_on(case, decode, position)
-        self._ejection.succeeded(decode)
-        if path.prefill is not None:
-            self._pairs.succeeded((path.prefill.peer, decode))
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Count successes and failures of workers and pairs, and keep track of the workers that compute the request."""
+        suspect, decode = attempt.suspect, attempt.path.decode.peer
+        prefill = None if attempt.path.prefill is None else attempt.path.prefill.peer
+        match event:
+            case PrefillDone() if prefill is not None:
+                self.suspects.leave(suspect, prefill)
+                self.suspects.run(suspect, decode)
+                self._ejection.succeeded(prefill)
+            case PrefillLost(TransferFailed()) if prefill is not None:
+                self._pairs.failed((prefill, decode))  # nobody knows whose fault it is: it counts against neither
+            case PrefillLost(error) if prefill is not None:
+                self._failed(suspect, prefill, error)
+            case DecodeStarted() | ScoreDone():
+                self.suspects.leave(suspect, decode)
+                self.suspects.clear(suspect)
+                self._ejection.succeeded(decode)
+                if prefill is not None:
+                    self._pairs.succeeded((prefill, decode))
+            case DecodeFailed(error):
+                self._failed(suspect, decode, error)
+            case AttemptEnded():
+                for worker in attempt.path.workers:
+                    self.suspects.leave(suspect, worker)
+                    self._ejection.unresolved(worker)
+                self.suspects.end_turn(suspect)
+                if prefill is not None:
+                    self._pairs.unresolved((prefill, decode))
 
-    async def may_compute(self, case: SuspectRequest, decode: Peer) -> None:
-        """The prefill has failed, and the decode worker is to do without. A suspect waits. Raises PoisonRequest."""
-        await self.suspects.may_try(case, [decode])
-        self.suspects.stay(case, decode, Stay.FRESH)
-
-    def failed(self, case: SuspectRequest, worker: Peer, error: TwostrokeError) -> None:
-        """The worker failed the request, or the request the worker: only the former is held against the worker."""
+    def _failed(self, suspect: SuspectRequest, worker: Peer, error: TwostrokeError) -> None:
+        """Count a failure against the worker, unless the request is to blame or the worker has no room or leaves."""
         if isinstance(error, RequestError | WorkerLeaving):  # it lives, and computes nothing for the request any more
-            self.suspects.leave(case, worker)
+            self.suspects.leave(suspect, worker)
         if isinstance(error, WorkerLeaving):
             return
         if isinstance(error, WorkerLost) and not isinstance(error, WorkerFailed):
@@ -264,18 +291,6 @@ class WorkerRecords:
             self._ejection.lost(worker)
         elif not isinstance(error, RequestError) or error.status in (500, 502, 503):
             self._ejection.failed(worker)
-
-    def pair_failed(self, prefill: Peer, decode: Peer) -> None:
-        """KV did not get from one to the other. Whose fault that is, nobody knows: it is held against neither."""
-        self._pairs.failed((prefill, decode))
-
-    def ended(self, case: SuspectRequest, path: Path) -> None:
-        """The attempt has nothing open any more."""
-        for worker in path.workers:
-            self.suspects.leave(case, worker)
-            self._ejection.unresolved(worker)
-        if path.prefill is not None:
-            self._pairs.unresolved((path.prefill.peer, path.decode.peer))
 
     def _is_gone(self, worker: Peer) -> bool | None:
         if self._channels.is_connected(worker):

@@ -77,7 +77,7 @@ _JSON_LINES = "application/x-ndjson"
 
 
 def _errors(model: Any) -> dict[int | str, dict[str, Any]]:
-    """That answers may be errors, as the document tells it."""
+    """Return the OpenAPI entry of error responses."""
     return {
         "4XX": {"model": model, "description": "The request can't be served as asked, or not now"},
         "5XX": {"model": model, "description": "The server can't serve the request now, or met a bug"},
@@ -140,20 +140,20 @@ async def _service_of(request: Request) -> RouterService:
 Service = Annotated[RouterService, Depends(_service_of)]
 
 
-async def held() -> AsyncIterator[ExitStack]:
-    """What a request holds until its response is over."""
-    with ExitStack() as held:
-        yield held
+async def resources() -> AsyncIterator[ExitStack]:
+    """Yield the stack of resources that end with the response."""
+    with ExitStack() as resources:
+        yield resources
 
 
-Held = Annotated[ExitStack, Depends(held)]
+Resources = Annotated[ExitStack, Depends(resources)]
 
 
 async def _generate(
-    asked: CompletionRequest | ChatRequest | EmbeddingRequest,
-    form: Callable[..., ResponseWriter],
+    body: CompletionRequest | ChatRequest | EmbeddingRequest,
+    new_writer: Callable[..., ResponseWriter],
     request: Request,
-    held: ExitStack,
+    resources: ExitStack,
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
 
@@ -161,40 +161,40 @@ async def _generate(
     """
     service: RouterService = request.app.state.service
     exchange, tenant = exchange_of(request), tenant_of(request)
-    service.check(asked)
+    service.check(body)
     promise = promise_of(
         service.slo,
         request.headers,
-        asked.service_tier,
-        asked.priority,
+        body.service_tier,
+        body.priority,
         has_key=tenant is not None,
         key_class=None if tenant is None else tenant.slo_class,
     )
-    terms = RequestLimits(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt)
+    limits = RequestLimits(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt)
     if tenant is not None:
-        held.enter_context(tenant.in_flight(asked.num_choices))
-    held.enter_context(service.gate.room(asked.num_choices))
-    if isinstance(asked, EmbeddingRequest):
-        jobs = await embedding_jobs(service.jobs, asked, terms)
+        resources.enter_context(tenant.in_flight(body.num_choices))
+    resources.enter_context(service.gate.room(body.num_choices))
+    if isinstance(body, EmbeddingRequest):
+        jobs = await embedding_jobs(service.jobs, body, limits)
     else:
-        jobs = await service.jobs.make(asked, terms)
-    writer = form(
-        asked,
+        jobs = await service.jobs.make(body, limits)
+    writer = new_writer(
+        body,
         jobs,
         service.tokenizer,
         model=service.config.model_name,
         created=service.now(),
         service_tier=promise.class_name if service.slo.is_set else None,
     )
-    generation = Generation(service.runner, asked, jobs, writer, exchange)
+    generation = Generation(service.runner, body, jobs, writer, exchange)
     if tenant is not None:
-        held.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
-    cut = held.enter_context(service.gate.cuttable())
-    if asked.stream and isinstance(writer, StreamWriter):
+        resources.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
+    cut = resources.enter_context(service.gate.cuttable())
+    if body.stream and isinstance(writer, StreamWriter):
         response = await streamed(request, generation.events(), cut, writer.failure)
     else:
-        body = await until_disconnect(request.receive, generation.whole(), cut)
-        response = Response(body, media_type="application/json")
+        content = await until_disconnect(request.receive, generation.whole(), cut)
+        response = Response(content, media_type="application/json")
     if jobs[0].left_out:
         response.headers[LEFT_OUT_HEADER] = ", ".join(jobs[0].left_out)
     return response
@@ -220,48 +220,48 @@ _GENERATES: dict[str, Any] = {
 
 
 @keyed.post("/v1/completions", response_model=Completion, **_GENERATES)
-async def completions(asked: CompletionRequest, request: Request, held: Held) -> Response:
+async def completions(body: CompletionRequest, request: Request, resources: Resources) -> Response:
     """Continue a prompt."""
-    return await _generate(asked, CompletionWriter, request, held)
+    return await _generate(body, CompletionWriter, request, resources)
 
 
 @keyed.post("/v1/chat/completions", response_model=ChatCompletion, **_GENERATES)
-async def chat_completions(asked: ChatRequest, request: Request, held: Held) -> Response:
+async def chat_completions(body: ChatRequest, request: Request, resources: Resources) -> Response:
     """Answer a chat."""
-    return await _generate(asked, ChatWriter, request, held)
+    return await _generate(body, ChatWriter, request, resources)
 
 
 @keyed.post("/v1/responses", response_model=ResponseObject, **_GENERATES)
-async def responses(asked: ResponsesRequest, request: Request, held: Held, service: Service) -> Response:
+async def responses(body: ResponsesRequest, request: Request, resources: Resources, service: Service) -> Response:
     """Answer a chat, in the words of OpenAI's Responses API."""
-    service.check(asked)
-    draft = asked.draft()
+    service.check(body)
+    draft = body.draft()
     with draft.naming():
-        return await _generate(draft.chat(), partial(ResponsesWriter, asked), request, held)
+        return await _generate(draft.chat(), partial(ResponsesWriter, body), request, resources)
 
 
 @keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
-async def embeddings(asked: EmbeddingRequest, request: Request, held: Held) -> Response:
+async def embeddings(body: EmbeddingRequest, request: Request, resources: Resources) -> Response:
     """A vector for each text."""
-    return await _generate(asked, EmbeddingWriter, request, held)
+    return await _generate(body, EmbeddingWriter, request, resources)
 
 
 @keyed.post(
     "/v1/messages", response_model=MessageObject, **_GENERATES | {"responses": _STREAMS | _errors(MessageError)}
 )
-async def messages(asked: MessagesRequest, request: Request, held: Held, service: Service) -> Response:
+async def messages(body: MessagesRequest, request: Request, resources: Resources, service: Service) -> Response:
     """Answer a chat, in the words of Anthropic's Messages API."""
-    service.check(asked)
-    draft = asked.draft()
+    service.check(body)
+    draft = body.draft()
     with draft.naming():
-        return await _generate(draft.chat(), MessagesWriter, request, held)
+        return await _generate(draft.chat(), MessagesWriter, request, resources)
 
 
 @keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
-async def count_tokens(asked: CountTokensRequest, service: Service) -> TokenCount:
+async def count_tokens(body: CountTokensRequest, service: Service) -> TokenCount:
     """The tokens of a message's prompt."""
-    service.check(asked)
-    draft = asked.draft()
+    service.check(body)
+    draft = body.draft()
     with draft.naming():  # a prompt that is too long is counted, too: to know that is what clients ask for
         jobs = await service.jobs.make(draft.chat(), RequestLimits(2**31, Promise()))
     return {"input_tokens": jobs[0].request.num_prompt_tokens}
@@ -326,18 +326,18 @@ class TokenIds(TypedDict):
 
 
 @keyed.post("/tokenize")
-async def tokenize(asked: TokenizeRequest, service: Service) -> TokenIds:
+async def tokenize(body: TokenizeRequest, service: Service) -> TokenIds:
     """Text to token ids."""
-    service.check(asked)
+    service.check(body)
     tokenizer, max_context = service.tokenizer, service.max_context()
-    if asked.messages is not None:
-        text = chat_prompt(tokenizer, asked)
-        param, add_special_tokens = "messages", bool(asked.add_special_tokens)
+    if body.messages is not None:
+        text = chat_prompt(tokenizer, body)
+        param, add_special_tokens = "messages", bool(body.add_special_tokens)
     else:
-        text = asked.prompt or ""
-        param, add_special_tokens = "prompt", asked.add_special_tokens is not False
+        text = body.prompt or ""
+        param, add_special_tokens = "prompt", body.add_special_tokens is not False
     token_ids = await service.jobs.encode(text, param, max_context, add_special_tokens=add_special_tokens)
-    names = [tokenizer.token(one) for one in token_ids] if asked.return_token_strs else None
+    names = [tokenizer.token(one) for one in token_ids] if body.return_token_strs else None
     return {"count": len(token_ids), "max_model_len": max_context, "tokens": token_ids, "token_strs": names}
 
 
@@ -348,10 +348,10 @@ class DetokenizedText(TypedDict):
 
 
 @keyed.post("/detokenize")
-async def detokenize(asked: DetokenizeRequest, service: Service) -> DetokenizedText:
+async def detokenize(body: DetokenizeRequest, service: Service) -> DetokenizedText:
     """Token ids to text."""
-    service.check(asked)
-    token_ids = service.jobs.checked(asked.tokens, "tokens", service.max_context())
+    service.check(body)
+    token_ids = service.jobs.checked(body.tokens, "tokens", service.max_context())
     return {"prompt": service.tokenizer.decode(token_ids, skip_special_tokens=False)}
 
 
@@ -377,7 +377,7 @@ async def ready(service: Service) -> Health:
 
 
 def _told_as(media_type: str) -> dict[str, Any]:
-    """For an endpoint that writes its answer itself."""
+    """Return the options of an endpoint that writes its answer itself."""
     content = {media_type: {"schema": {"type": "string"}}}
     return {"response_class": Response, "responses": {200: {"content": content}}}
 
@@ -385,9 +385,9 @@ def _told_as(media_type: str) -> dict[str, Any]:
 @keyed.get("/metrics", dependencies=_ADMINS, **_told_as("text/plain"))
 async def metrics(service: Service) -> Response:
     """Prometheus' text, of all routers, whichever is asked."""
-    readings = await service.readings()
+    samples = await service.samples()
     # Of 8 routers and 64 workers 50 ms, for which no stream is to stand still.
-    return Response(await asyncio.to_thread(exposition, readings), media_type=CONTENT_TYPE_LATEST)
+    return Response(await asyncio.to_thread(exposition, samples), media_type=CONTENT_TYPE_LATEST)
 
 
 @keyed.get("/status", dependencies=_ADMINS)

@@ -1,4 +1,4 @@
-"""How long a client may take: to send a request's body, and to take what it is sent.
+"""Time limits for clients: to send a request's body, and to take their answer.
 
 Connections are bounded in number, so one that nothing moves on must end. Heads are the proxies' business
 (`cluster/deployments/haproxy.py`): nothing here hears of a request before its head has come whole.

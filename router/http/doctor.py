@@ -70,7 +70,7 @@ class Doctor:
             self._is_running = False
 
     async def probe(self, source: WorkerInfo, target: WorkerInfo) -> dict[str, Any]:
-        """What is found on the way from one worker to the other; with an `error` nothing was."""
+        """The measured path from one worker to the other; with an `error` nothing was measured."""
         try:
             async with asyncio.timeout(PAIR_S):
                 return await self._measure(source, target)
@@ -131,7 +131,7 @@ class Doctor:
 
 
 def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo]) -> list[str]:
-    """For each role that has fewer workers than it is to have, how many it lacks, in words."""
+    """Return in words how many workers each role lacks."""
     missing: list[str] = []
     for role, num_expected in expected.items():
         num_missing = num_expected - sum(info.role == role for info in workers)
@@ -143,7 +143,7 @@ def missing_workers(expected: Mapping[Role, int], workers: Sequence[WorkerInfo])
 
 
 def possible_pairs(workers: Sequence[WorkerInfo]) -> list[Pair]:
-    """Who may send KV to whom, source first: prompts from prefill to decode workers, then what can be pulled."""
+    """Return the pairs that may exchange KV, source first: prompts from prefill to decode workers, then pulls."""
     ways = (("prefill", "decode"), ("decode", "prefill"), ("prefill", "prefill"), ("decode", "decode"))
     pairs: list[Pair] = []
     for source_role, target_role in ways:

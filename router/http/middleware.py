@@ -1,4 +1,4 @@
-"""What every request passes before its endpoint.
+"""The middleware that every request passes before its endpoint.
 
 `RequestIds` labels it, `Origins` turns away what other sites' pages send, `Authentication` finds out who asks.
 """
@@ -118,13 +118,13 @@ def _cross_origin(message: str, way_out: str, param: str) -> RequestError:
 
 
 def _hostname(host: str) -> str:
-    """Of a `Host` header, without the port."""
+    """Return the name in a `Host` header, without the port."""
     name, _, port = host.lower().rpartition(":")
     return name if name and port.isdigit() else host.lower()
 
 
 def _is_private(name: str) -> bool:
-    """Whether public DNS can't lead here by it: an address, a name without a dot, or under a domain kept for that
+    """Return whether public DNS can't lead here by it: an address, a name without a dot, or one under a reserved domain
     (`svc`: a Kubernetes service's short name)."""
     if "." not in name or name.startswith("["):
         return True
@@ -172,7 +172,7 @@ def _authorization(headers: Headers) -> str | None:
 
 
 def tenant_of(request: HTTPConnection) -> Tenant | None:
-    """Who asks; None on open paths, and where no keys are configured."""
+    """Return the tenant of a request; None on open paths, and where no keys are configured."""
     tenant: Tenant | None = request.scope.get(_TENANT)
     return tenant
 

@@ -29,9 +29,9 @@ _HEADERS = {
 }
 
 page = APIRouter(route_class=BoundedRoute)
-"""For everybody, and only where the server has a page."""
+"""Routes that are open to everybody, where the server has a page."""
 feed = APIRouter(route_class=BoundedRoute)
-"""For whoever may ask."""
+"""Routes that need a key where keys are configured."""
 
 
 @cache
@@ -62,13 +62,13 @@ async def index(request: Request) -> Response:
 
 @page.get("/page/{name}", include_in_schema=False)
 async def file(name: str, request: Request) -> Response:
-    """What the page loads."""
+    """Serve a file that the page loads."""
     return _file(name, request)
 
 
 @feed.get("/events", include_in_schema=False)
 async def events(request: Request) -> Response:
-    """What goes on at this router, as server-sent events: docs/start.md#the-page."""
+    """Stream this router's activity as server-sent events: docs/start.md#the-page."""
     service: RouterService = request.app.state.service
     tenant = tenant_of(request)
     name, sees_all = (None, True) if tenant is None else (tenant.name, tenant.is_admin)

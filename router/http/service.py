@@ -1,4 +1,4 @@
-"""What stands behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
+"""The service behind the HTTP app: one model, its tokenizer, the fleet, and every request under way."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ _IN_FEED = (
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """What the HTTP side needs to be told."""
+    """Settings of the HTTP side."""
 
     model_name: str  # the `model` that clients name
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
@@ -116,7 +116,6 @@ class RouterService:
             is_ready=lambda: not self.missing(),
             keys_age_s=self.keys_age_s,
         )
-        self.pipeline.on_decision = self._metrics.decision_time.observe
         self._demand = Demand(self.slo.classes, self.clock)
         self.jobs = JobMaker(
             self.tokenizer, self.sampling_defaults, self.config.max_response_items, vocab_size=self.vocab_size
@@ -162,11 +161,11 @@ class RouterService:
         """Seconds since 1970, for `created`."""
         return int(self.wall_clock())
 
-    def check(self, asked: ModelRequest) -> None:
+    def check(self, body: ModelRequest) -> None:
         """Raises RequestError for another model than the one served, and where unknown fields are refused."""
-        if asked.model is not None:
-            self.check_model(asked.model)
-        self._unknown_fields.check(asked)
+        if body.model is not None:
+            self.check_model(body.model)
+        self._unknown_fields.check(body)
 
     def check_model(self, name: str) -> None:
         """Raises RequestError (404) for another model than the one served."""
@@ -191,7 +190,7 @@ class RouterService:
         return min((size for size in told if size is not None), default=self.tokenizer.vocab_size)
 
     def missing(self) -> list[str]:
-        """What a whole path lacks; empty when ready."""
+        """Return what a whole path lacks, in words; empty when ready."""
         if self.gate.is_draining:
             return ["the server is about to end"]
         workers = self.fleet.workers()
@@ -269,11 +268,11 @@ class RouterService:
         return scaling_status(scaling, running, self.wall_clock())
 
     def demand(self) -> dict[str, float]:
-        """What is asked of the server and how its workers fare, as `router/slo/demand.py` tells it."""
+        """Return the demand on the server and the load of its workers (router/slo/demand.py)."""
         own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 
-    def reading(self) -> RouterMetricsSample:
+    def sample(self) -> RouterMetricsSample:
         """This router's numbers."""
         planned = planned_families(self.expected(), self.scaling())
         left_out = other_versions_family(self.other_versions())
@@ -284,9 +283,9 @@ class RouterService:
             frozenset(self.pipeline.ejected()),
         )
 
-    async def readings(self) -> list[RouterMetricsSample]:
+    async def samples(self) -> list[RouterMetricsSample]:
         """The numbers of all routers that answer, this one's first."""
-        return [self.reading(), *await self.other_routers()]
+        return [self.sample(), *await self.other_routers()]
 
     def _worker_numbers(self) -> Iterator[tuple[WorkerInfo, WorkerStats]]:
         """The workers that have told their numbers, and those."""

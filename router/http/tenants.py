@@ -1,4 +1,4 @@
-"""Who may ask, and who asks: API keys, their limits, and a cache salt for each.
+"""API keys, their limits, and a cache salt for each.
 
 Keys are random, so a plain SHA-256 keeps them secret; only hashes are configured. A given key's hash is compared with
 all of them, each in constant time: how long an answer takes tells nothing of them.
@@ -79,16 +79,17 @@ class KeyConfig(Section):
     """One API key."""
 
     name: str
-    """Whose key it is; logs and the tenant's prefix cache know him by it. `twostroke serve` is the server's own."""
+    """Name of the key's owner, for logs and a prefix cache of its own. `twostroke serve` is the server's own."""
     sha256: str
     """64 hexadecimal digits: the key's SHA-256."""
     slo_class: str | None = None
-    """Of the key's requests that name none; they can't name one with a higher priority. null: `slo.default`, and any
-    may be named."""
+    """SLO class of the key's requests that name none; they can't name one with a higher priority. null: `slo.default`,
+    and any may be named."""
     requests_per_minute: Annotated[float, Ge(1)] | None = None
-    """That the key may send; null: no limit. With several router replicas each allows its part."""
+    """Most requests of the key in a minute; null: no limit. With several router replicas each allows its part."""
     tokens_per_minute: Annotated[float, Ge(1)] | None = None
-    """Of prompts and outputs; `max_tokens` are set aside when a request begins, and given back where it ends before.
+    """Most tokens of prompts and outputs in a minute; `max_tokens` are set aside when a request begins, and given back
+    where it ends before.
     null: no limit."""
     max_in_flight: Count | None = None
     """Choices under way at a time; a request of more choices than that is 400. null: no limit."""
@@ -151,9 +152,9 @@ class AuthConfig(Section):
 
 
 class Tenant:
-    """Whom a key belongs to, and what one of `num_routers` routers lets him use: an equal part of each limit.
+    """The owner of a key, and the equal part of each limit that one of `num_routers` routers allows it.
 
-    `cache_salt` keeps his prefixes apart from others'.
+    `cache_salt` keeps its prefixes apart from others'.
     """
 
     def __init__(self, key: KeyConfig, *, secret: bytes, clock: Clock, num_routers: int):
@@ -200,9 +201,9 @@ class Tenant:
 
 
 class Tenants:
-    """Finds who asks. Every router has its own: of a key's limits each gives a `num_routers`-th part.
+    """Finds the tenant of a request. Every router has its own, which allows a `num_routers`-th part of a key's limits.
 
-    Where a key `is_needed` nobody gets in without one, also while there are none; by default where there are some.
+    Where a key `is_needed` no request gets in without one, even while there are none; by default where there are some.
     """
 
     def __init__(
@@ -224,12 +225,12 @@ class Tenants:
         self.replace(keys)
 
     def __bool__(self) -> bool:
-        """Whether a key is needed at all."""
+        """Return whether a key is needed at all."""
         return self._is_needed
 
     @property
     def names(self) -> set[str]:
-        """Of those who have a key."""
+        """Names of the tenants."""
         return {tenant.name for _, tenant in self._tenants}
 
     def replace(self, keys: Sequence[KeyConfig]) -> None:
@@ -244,7 +245,7 @@ class Tenants:
         ]
 
     def of(self, authorization: str | None) -> Tenant:
-        """Who sends this `Authorization` header. Raises RequestError (401)."""
+        """Return the tenant that sends this `Authorization` header. Raises RequestError (401)."""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized("an API key is needed: send it as `Authorization: Bearer KEY`")
@@ -267,7 +268,7 @@ def new_key() -> tuple[str, str]:
 
 
 def key_hash(key: str) -> str:
-    """What is configured of a key."""
+    """Return the hash of a key, which is configured in its place."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 

@@ -38,7 +38,7 @@ CLIENT_GONE = 499
 
 _EXCHANGE = "twostroke.exchange"
 MINTED = "twostroke.minted_id"
-"""In a scope: whether the request's id was made up here, and not by its client."""
+"""Key in an ASGI scope that is true where the request's id was made here, and not by its client."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class HttpExchange:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices."""
+        """Output tokens of all choices."""
         return sum(stages.num_output_tokens for stages in self.stages)
 
     @property

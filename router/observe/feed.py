@@ -26,7 +26,7 @@ from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.stages import SequenceStages
 
 LOOK_S = 0.1
-"""Between two looks of a subscriber."""
+"""Seconds between two looks of a subscriber."""
 WORKERS_S = 0.25
 """Workers' numbers are no more frequent than that."""
 QUIET_S = 5.0
@@ -39,7 +39,7 @@ MOST_SEQUENCES = 256
 MOST_ENDED = 512
 """Sequences that the ring holds."""
 RECENT_S = 30.0
-"""What ended so long ago is told to a new subscriber, too."""
+"""Seconds for which ended requests are still sent to a new subscriber."""
 
 Event = Mapping[str, Any]
 WorkerRows = Callable[[], list[dict[str, Any]]]
@@ -58,7 +58,7 @@ class Ended:
 
 
 class Feed:
-    """What one router has under way, and what ended lately. `workers` tells the workers' numbers now."""
+    """The requests that one router has under way or ended lately. `workers` returns the workers' numbers now."""
 
     def __init__(self, router: str, workers: WorkerRows, clock: Clock, is_over: Callable[[], bool]):
         """`is_over` tells whether the router is about to end, and whoever listens is to go elsewhere."""
@@ -86,7 +86,7 @@ class Feed:
 
     @contextmanager
     def _place(self, tenant: str | None) -> Iterator[None]:
-        """For a subscriber, whom the name of his API key tells apart. Raises RequestError (429) where all are taken."""
+        """Take a place for a subscriber, by the name of its API key. Raises RequestError (429) where all are taken."""
         if self._subscribers.total() >= MOST_SUBSCRIBERS or (
             tenant is not None and self._subscribers[tenant] >= MOST_OF_ONE_KEY
         ):
@@ -170,7 +170,7 @@ class Feed:
 
 
 def _fields(exchange: HttpExchange, request: GenerateRequest, stages: SequenceStages) -> dict[str, Any]:
-    """What is known of a sequence; None is what has not happened, or not yet. Moments are those of events' `now`."""
+    """Return the known facts of a sequence; None: has not happened, or not yet. Moments are those of events' `now`."""
     path = stages.path
     prefill = None if path is None or path.prefill is None else path.prefill
     return {
@@ -211,14 +211,14 @@ def _state(stages: SequenceStages) -> str:
 
 
 def _end(exchange: HttpExchange, stages: SequenceStages) -> str:
-    """How it ended: a finish reason, the code of an error, or `left`, where its client did."""
+    """Return how it ended: a finish reason, the code of an error, or `left` where its client did."""
     if exchange.code is not None:
         return exchange.code
     return stages.finish_reason or "left"
 
 
 def _kv_bytes(info: WorkerInfo, num_tokens: int) -> int:
-    """Of so many tokens' KV as it is stored; an encoding makes it less on the wire."""
+    """Return the bytes of so many tokens' KV as it is stored; an encoding makes it less on the wire."""
     layout = info.layout
     return round(layout.token_bytes * num_tokens * layout.groups.share_sent(max(1, num_tokens)))
 

@@ -36,7 +36,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """For people: time, level, logger, message, then fields. A traceback follows on lines of its own."""
+    """Formats for people: time, level, logger, message, then fields. A traceback follows on its own lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         context = _context_of(record).fields()

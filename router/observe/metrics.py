@@ -75,20 +75,20 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, Sequence[float]]] = {
     "decode_s": ("request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS),
     "num_output_tokens": ("request_generation_tokens", "Tokens of a choice.", _COUNT_BUCKETS),
 }
-"""What is observed of a choice that is over, by the attribute of `SequenceStages`: name, help, buckets."""
+"""Histograms of choices that are over, by the attribute of `SequenceStages`: name, help, buckets."""
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
     "num_cached_tokens": ("prompt_tokens_cached", "Prompt tokens found in a prefix cache."),
     "resumes": ("request_resumes", "Attempts after a request's first."),
-    "num_unread": ("unparsed_responses", "What looked like tool calls in answers, and was told as content."),
+    "num_unparsed": ("unparsed_responses", "What looked like tool calls in answers, and was told as content."),
     "prefill_failures": ("prefill_failures", "Prompts that D had to compute because P failed."),
 }
-"""What is added up of all choices that are over, likewise."""
+"""Counters of choices that are over, by the attribute of `SequenceStages`."""
 
 
 class RouterMetrics:
-    """What one router replica counts."""
+    """The metrics of one router replica."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class RouterMetrics:
             "Time between a choice's tokens as they leave.",
             buckets=_TOKEN_BUCKETS,
         )
-        self.decision_time = self._series(
+        self._decision_time = self._series(
             Histogram,
             "router_decision_time_seconds",
             "Choosing the workers of an attempt.",
@@ -206,6 +206,8 @@ class RouterMetrics:
             value = getattr(stages, attribute)
             if value is not None:
                 histogram.observe(value)
+        for seconds in stages.decisions_s:
+            self._decision_time.observe(seconds)
         if verdict is not None:
             self._judged(request.promise.class_name, stages, verdict)
 
@@ -219,7 +221,7 @@ class RouterMetrics:
         self._refused.labels(self._model, str(shown.status), shown.code).inc()
 
     def attainment(self, class_name: str) -> float:
-        """Of the last minutes."""
+        """Return the SLO attainment of a class over the last minutes."""
         return self._attainment.of(class_name, self._clock())
 
     def _judged(self, class_name: str, stages: SequenceStages, verdict: SLOVerdict) -> None:

@@ -40,7 +40,7 @@ from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.stages import SequenceStages
 
 MAX_CHOICES = 16
-"""Of one request, that have spans; a request may have more."""
+"""Most choices of a request that have spans."""
 
 OPERATIONS: Mapping[str, str] = {
     "/v1/completions": "text_completion",

@@ -1,4 +1,4 @@
-"""How many workers there are to be, as the autoscaler decided last: what a router tells of it to people and Prometheus.
+"""The last decision of the autoscaler, as a router shows it to people and Prometheus.
 
 Routers decide nothing of this. They are told what was decided (`cluster/autoscaling/decision_watch.py`), and pass
 it on.
@@ -17,7 +17,7 @@ from twostroke.router.observe.metrics import family
 
 
 class RoleScaling(msgspec.Struct, frozen=True):
-    """What was decided for one role."""
+    """The decision for one role."""
 
     target: int  # workers
     reason: str  # of the last decision; most of these leave the target as it is
@@ -35,19 +35,19 @@ class Scaling(msgspec.Struct, frozen=True):
 
     @property
     def targets(self) -> dict[Role, int]:
-        """How many workers of each role there are to be."""
+        """Return the wanted workers of each role."""
         return {role: of_role.target for role, of_role in self.roles.items()}
 
 
 Expected = Callable[[], Mapping[str, int]]
-"""How many replicas of each role, routers included, there are to be now."""
+"""Returns the wanted replicas of each role, routers included."""
 
 LastScaling = Callable[[], Scaling | None]
 """None where the number of workers is fixed."""
 
 
 def scaling_status(scaling: Scaling, running: Mapping[Role, int], now: float) -> dict[str, Any]:
-    """What GET /status says. `running` are the workers that can take requests, `now` is in seconds since 1970."""
+    """Return the part of GET /status. `running` counts workers that can take requests, `now` is seconds since 1970."""
     return {
         "age_s": round(max(0.0, now - scaling.decided_at), 1),
         "roles": {
@@ -65,7 +65,7 @@ def scaling_status(scaling: Scaling, running: Mapping[Role, int], now: float) ->
 
 
 def planned_families(expected: Mapping[str, int], scaling: Scaling | None) -> list[Metric]:
-    """How many replicas there are to be, and the series of the autoscaler; without one its are there, and empty."""
+    """Return the series of wanted replicas and of the autoscaler, which are empty without one."""
     decided_at: dict[tuple[str, ...], float] = {} if scaling is None else {(): scaling.decided_at}
     scaling = scaling or Scaling(decided_at=0.0, roles={}, demand={}, decisions={})
     decisions: dict[tuple[str, ...], float] = {}

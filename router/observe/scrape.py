@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: the numbers of all routers, whichever of them is asked.
+"""The text for Prometheus at /metrics: the numbers of all routers, from whichever of them serves it.
 
 Routers stand behind one address, so a scrape reaches any of them. Were it told of that one alone, counters would jump
 from router to router and every rate over them be wrong. So a router's series carry its name as the label `router`, and
@@ -123,7 +123,7 @@ _KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float | None]]] 
         lambda stats: None if stats.gpu is None else stats.gpu.utilization,
     ),
 )
-"""Of workers that know them alone."""
+"""Gauges that only some workers have."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +139,11 @@ class RouterMetricsSample:
 
 
 OtherRouters = Callable[[], Awaitable[Sequence[RouterMetricsSample]]]
-"""Fetches the readings of all other routers that answer in time."""
+"""Fetches the samples of all other routers that answer in time."""
 
 
 async def no_other_routers() -> Sequence[RouterMetricsSample]:
-    """Where there is one router."""
+    """Return no samples: there is one router."""
     return ()
 
 
@@ -154,47 +154,47 @@ def other_versions_family(names: Mapping[Role, Collection[str]]) -> Metric:
     return family(Gauges, "workers_of_another_version", about, ("role",), numbers)
 
 
-def exposition(readings: Sequence[RouterMetricsSample]) -> bytes:
+def exposition(samples: Sequence[RouterMetricsSample]) -> bytes:
     """The series of these routers and of the workers, in Prometheus' text format."""
-    return generate_latest(Scrape(readings))
+    return generate_latest(Scrape(samples))
 
 
 @dataclass(frozen=True)
 class Scrape(Collector):
     """All series of these routers and of the workers."""
 
-    readings: Sequence[RouterMetricsSample]
+    samples: Sequence[RouterMetricsSample]
 
     def collect(self) -> Iterable[Metric]:
         """A family has one place in a text, so the samples of all routers go there."""
         families: dict[str, Metric] = {}
-        for reading in self.readings:
-            for one in (*reading.families, _ejected(reading)):
+        for router in self.samples:
+            for one in (*router.families, _ejected(router)):
                 merged = families.setdefault(one.name, Metric(one.name, one.documentation, one.type))
                 merged.samples += [
-                    sample._replace(labels={**sample.labels, "router": reading.router})
+                    sample._replace(labels={**sample.labels, "router": router.router})
                     for sample in one.samples
                     if not sample.name.endswith("_created")  # one more series for each, which nobody looks at
                 ]
-        return [*families.values(), *_worker_families(_newest(self.readings))]
+        return [*families.values(), *_worker_families(_newest(self.samples))]
 
 
-def _newest(readings: Sequence[RouterMetricsSample]) -> WorkerNumbers:
+def _newest(samples: Sequence[RouterMetricsSample]) -> WorkerNumbers:
     """Each worker once, as the router tells that has heard of it last: else its counters could fall between scrapes."""
-    told = [one for reading in readings for one in reading.workers]
+    told = [one for sample in samples for one in sample.workers]
     told.sort(key=lambda one: one[1].steps)
     return list({info.peer.worker_id: (info, stats) for info, stats in told}.values())
 
 
-def _ejected(reading: RouterMetricsSample) -> Metric:
-    """Which of the workers one router leaves out: whether it does is its own affair."""
-    ejected = {_labels(info): info.peer in reading.ejected for info, _ in reading.workers}
+def _ejected(sample: RouterMetricsSample) -> Metric:
+    """Return the series of workers that one router leaves out; each router decides that for itself."""
+    ejected = {_labels(info): info.peer in sample.ejected for info, _ in sample.workers}
     about = "1 while a router leaves it out, since it keeps failing."
     return family(Gauges, "worker_ejected", about, _LABELS, ejected)
 
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
-    """What the workers tell of themselves; each is in `numbers` once."""
+    """Return the series of the workers' own numbers; each worker is in `numbers` once."""
     families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers)]
     for name, help_text, value in _GAUGES:
         told = {_labels(info): value(stats) for info, stats in numbers}
@@ -226,7 +226,7 @@ def own_collections_family() -> Metric:
 
 
 def _queues(numbers: WorkerNumbers) -> list[Metric]:
-    """By SLO class. Classes are those of the configuration: clients can't make series."""
+    """Return series by SLO class. Classes are those of the configuration: clients can't make series."""
     requests, tokens = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for info, stats in numbers:
         for queued in stats.queued:  # a class may be there twice

@@ -1,4 +1,4 @@
-"""What is stamped on a sequence on its way: for metrics, for `usage`, for traces, for finding out where time went.
+"""Stamps of a sequence on its way: for metrics, for `usage`, for traces, and to find where time went.
 
 The stages, in their order: `arrive, admit, prefill_queue, prefill, transfer, decode_queue, decode, finish`. Moments are
 the router's clock, durations are the workers' own; all in seconds. KV is sent while it is computed, so `transfer`
@@ -12,13 +12,26 @@ import msgspec
 
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.log_context import NO_REQUEST, LogContext
-from twostroke.protocol.requests import FinishReason
+from twostroke.protocol.requests import FinishReason, PrefillReply
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    AttemptStarted,
+    DecodeDone,
+    DecodeStarted,
+    FirstToken,
+    PrefillDone,
+    PrefillTakenOver,
+    PrefixCached,
+    ScoreDone,
+)
 from twostroke.router.fleet import Path, PathEstimate
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerTimings:
-    """What workers have told of an attempt; None is what has not happened, or not yet."""
+    """The workers' own timings of an attempt; None: has not happened, or not yet."""
 
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
     prefill_queue_s: float | None = None
@@ -28,7 +41,7 @@ class WorkerTimings:
     decode_queue_s: float | None = None
 
 
-_TOLD = fields(WorkerTimings)
+_TIMINGS = fields(WorkerTimings)
 
 
 @dataclass(slots=True)
@@ -52,6 +65,7 @@ class SequenceStages(WorkerTimings):
     admit: float | None = None  # tokenised, its path chosen, and let through
     expected: PathEstimate | None = None  # of the path that it was admitted on
     follows: bool = False  # admitted together with another choice of the same response
+    decisions_s: list[float] = field(default_factory=list)  # how long each choice of workers took
     attempts: int = 0
     path: Path | None = None  # of the last attempt, as the three moments below
     begun: float | None = None
@@ -62,10 +76,47 @@ class SequenceStages(WorkerTimings):
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0  # of these
-    num_unread: int = 0  # what looks like calls, and could not be read as such
+    num_unparsed: int = 0  # what looks like calls, and could not be read as such
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     log_context: LogContext = NO_REQUEST  # of the last attempt
+
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Stamp the event, and keep the workers' numbers that come with it."""
+        path, num_prompt_tokens = attempt.path, attempt.request.num_prompt_tokens
+        match event:
+            case AttemptStarted():
+                self.begin_attempt(event.at, path)
+            case PrefillDone():
+                self.prompt_done = event.at
+                self.chunk_ends_s = event.reply.chunk_ends_s
+                self._keep_prefill(event.reply, num_prompt_tokens)
+            case PrefillTakenOver():
+                self.prefill_failures += 1
+            case FirstToken() if self.first_token is None:
+                self.first_token = event.at
+            case PrefixCached():
+                self.num_cached_tokens = min(event.num_tokens, num_prompt_tokens)
+            case DecodeStarted():
+                self.decoding = event.at
+            case DecodeDone():
+                reply = event.reply
+                self.num_preemptions += reply.num_preemptions
+                self.transfer_s = reply.transfer_s if event.has_transfer else None
+                self.decode_queue_s = reply.queue_s
+                self.num_skipped_tokens = reply.num_cached_tokens if event.has_transfer else 0
+                if self.prefill_s is None:  # the prompt was computed there
+                    self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+            case ScoreDone():
+                self._keep_prefill(event.reply, num_prompt_tokens)
+                self.first_token = self.finish = event.at
+            case AttemptEnded():
+                assert self.begun is not None
+                self.end_attempt(self.begun, event.at, path, event.error)
+
+    def _keep_prefill(self, reply: PrefillReply, num_prompt_tokens: int) -> None:
+        self.prefill_queue_s, self.prefill_s = reply.queue_s, reply.prefill_s
+        self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
 
     def begin_attempt(self, now: float, path: Path) -> None:
         """Count an attempt, and forget the workers' numbers of the one before."""
@@ -77,7 +128,7 @@ class SequenceStages(WorkerTimings):
         )
         self.prompt_done = self.decoding = None
         self.num_skipped_tokens = 0
-        for one in _TOLD:
+        for one in _TIMINGS:
             setattr(self, one.name, one.default)
 
     def end_attempt(self, begin: float, end: float, path: Path, error: TwostrokeError | None) -> None:
@@ -90,7 +141,7 @@ class SequenceStages(WorkerTimings):
                 prefill=prefill,
                 decode=decode,
                 error=None if error is None else type(error).__name__,
-                **{one.name: getattr(self, one.name) for one in _TOLD},
+                **{one.name: getattr(self, one.name) for one in _TIMINGS},
             )
         )
 
@@ -101,7 +152,7 @@ class SequenceStages(WorkerTimings):
 
     @property
     def predicted(self) -> tuple[PathEstimate, float] | None:
-        """What was expected when it was admitted, and its time to first token since; None where they don't compare."""
+        """The prediction at its admission, and its time to first token since; None where they don't compare."""
         if self.expected is None or self.admit is None or self.first_token is None or self.attempts > 1:
             return None
         return self.expected, self.first_token - self.admit
@@ -113,7 +164,7 @@ class SequenceStages(WorkerTimings):
 
     @property
     def admit_s(self) -> float | None:
-        """From arrival until it was let through: reading, tokenising, choosing the path."""
+        """Time from arrival to admission: parsing, tokenising, choosing the path."""
         return None if self.admit is None else self.admit - self.arrive
 
     @property
@@ -123,12 +174,12 @@ class SequenceStages(WorkerTimings):
 
     @property
     def e2e_s(self) -> float | None:
-        """From arrival to the last token."""
+        """Time from arrival to the last token."""
         return None if self.finish is None else self.finish - self.arrive
 
     @property
     def decode_s(self) -> float | None:
-        """From the first token to the last."""
+        """Time from the first token to the last."""
         return None if self.finish is None or self.first_token is None else self.finish - self.first_token
 
     @property

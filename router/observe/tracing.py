@@ -1,4 +1,4 @@
-"""Whether requests are traced, and to where. Unless they are, nothing of it is imported."""
+"""Settings of tracing. Its libraries are imported only where requests are traced."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class TracingConfig(Section):
-    """Which requests are traced."""
+    """Settings of request traces."""
 
     endpoint: HttpUrl | None = None
-    """Where OpenTelemetry traces of requests go: an OTLP receiver's address over HTTP, such as
+    """Address of an OTLP receiver over HTTP that gets OpenTelemetry traces of requests, such as
     `http://localhost:4318/v1/traces`. Needs the extra `tracing`, which `make serve` installs; null: there are none
     (docs/observability.md#traces)."""
     sample: Annotated[float, Ge(0), Le(1)] = 1.0

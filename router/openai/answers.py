@@ -1,4 +1,4 @@
-"""What OpenAI's generation endpoints answer: errors, usage, completions and chats, whole or as server-sent events.
+"""The responses of OpenAI's generation endpoints: errors, usage, completions and chats, whole or as server-sent events.
 
 Answers are TypedDicts: FastAPI documents them, msgspec writes them. `ChoicesWriter` builds the answers of both
 endpoints, which say themselves how a choice has its text, and how its log-probabilities.
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ErrorBody(TypedDict):
-    """What is wrong, for people and for programs."""
+    """An error, for people and for programs."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -40,12 +40,12 @@ class ErrorObject(TypedDict):
 
 
 def internal_error() -> RequestError:
-    """What the client of a bug is told."""
+    """Return the error that hides a bug from the client."""
     return RequestError("an internal error", code="internal_error", status=500)
 
 
 def error_object(error: TwostrokeError) -> ErrorObject:
-    """What the client is told of `error`."""
+    """Return the error object that shows `error` to the client."""
     shown = public_error(error)
     kind: Literal["invalid_request_error", "rate_limit_error", "server_error"] = "invalid_request_error"
     if shown.status == 429:
@@ -102,7 +102,7 @@ def stage_times(stages: SequenceStages) -> StageTimes:
 
 
 class _ChoiceHead(TypedDict):
-    """What all choices have, and what chunks add to them."""
+    """The fields of all choices and of chunks."""
 
     index: int
     finish_reason: FinishReason | Literal["tool_calls", "function_call"] | None
@@ -110,7 +110,7 @@ class _ChoiceHead(TypedDict):
 
 
 class _ResponseHead(TypedDict):
-    """What all answers have, and the events of a stream."""
+    """The fields of all responses and of the events of a stream."""
 
     id: str
     created: int
@@ -166,7 +166,7 @@ class ChatLogprobs(TypedDict):
 
 
 class CalledFunction(TypedDict, total=False):
-    """Which function a tool call names, and its arguments as JSON text; a chunk has what it adds."""
+    """The function that a tool call names, and its arguments as JSON text; in a chunk, the added part."""
 
     name: str
     arguments: str
@@ -181,7 +181,7 @@ class ToolCall(TypedDict):
 
 
 class ToolCallChunk(TypedDict):
-    """What a chunk adds to a tool call; the first of a call has its id and its name."""
+    """The part of a tool call in a chunk; the first of a call has its id and its name."""
 
     index: int
     id: NotRequired[str]
@@ -190,7 +190,7 @@ class ToolCallChunk(TypedDict):
 
 
 class Reasoning(TypedDict, total=False):
-    """What the model thought, where it did, under both names that clients know."""
+    """The reasoning of the model, if any, under both names that clients know."""
 
     reasoning_content: str
     reasoning: str
@@ -207,7 +207,7 @@ class AnswerMessage(Reasoning):
 
 
 class DeltaMessage(Reasoning, total=False):
-    """What a chunk adds to the answer; the first has the role."""
+    """The part of an answer in a chunk; the first has the role."""
 
     role: Literal["assistant"]
     content: str
@@ -223,7 +223,7 @@ class ChatChoice(_ChoiceHead):
 
 
 class ChunkChoice(_ChoiceHead):
-    """What a chunk adds to a choice of a chat."""
+    """The part of a choice of a chat in a chunk."""
 
     delta: DeltaMessage
     logprobs: ChatLogprobs | None
@@ -249,7 +249,7 @@ class ChatChunk(_ResponseHead):
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """What one event adds to a tool call."""
+    """The part of a tool call that one event adds."""
 
     index: int  # of the call in its choice
     call_id: str = ""  # with the name, in the first delta of a call
@@ -258,7 +258,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """What one event adds to a choice."""
+    """The part of a choice that one event adds."""
 
     index: int  # of the choice
     text: str
@@ -273,7 +273,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 
 
 class ResponseWriter(ABC):
-    """How one endpoint writes what choices bring. One object per response, which makes up the response's id."""
+    """Writes choices in the format of one endpoint. One object per response, which draws the response's id."""
 
     @abstractmethod
     def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
@@ -281,7 +281,7 @@ class ResponseWriter(ABC):
 
 
 class StreamWriter(ResponseWriter):
-    """That of an endpoint which can stream, too."""
+    """The writer of an endpoint that can stream, too."""
 
     @abstractmethod
     def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
@@ -308,7 +308,7 @@ class ChoicesWriter(StreamWriter):
 
     def __init__(
         self,
-        asked: GenerationFields,
+        body: GenerationFields,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
@@ -319,11 +319,11 @@ class ChoicesWriter(StreamWriter):
         """`created`: seconds since 1970. `service_tier`: the request's SLO class, where there is something to tell."""
         self._jobs = jobs
         self._piece = tokenizer.piece
-        self._return_token_ids = bool(asked.return_token_ids)
-        self._shows_logprobs = asked.shows_logprobs
-        self._tells_function_call = asked.tells_function_call
-        self._num_told = asked.n or 1  # of the choices of each prompt
-        self._includes_usage = asked.includes_usage  # in chunks null but for the last one, as in OpenAI's
+        self._return_token_ids = bool(body.return_token_ids)
+        self._shows_logprobs = body.shows_logprobs
+        self._tells_function_call = body.tells_function_call
+        self._num_told = body.n or 1  # of the choices of each prompt
+        self._includes_usage = body.includes_usage  # in chunks null but for the last one, as in OpenAI's
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
             self._head["service_tier"] = service_tier
@@ -356,7 +356,7 @@ class ChoicesWriter(StreamWriter):
         """The log-probabilities of these tokens."""
 
     def _choice(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
-        """What a chunk adds to a choice, or, where `delta` is all of it, the choice."""
+        """Return the part of a choice in a chunk, or, where `delta` is all of it, the choice."""
         choice = self._content(delta, is_chunk=is_chunk)
         choice |= {"index": delta.index, "logprobs": None, "finish_reason": delta.finish_reason}
         if self._shows_logprobs:
@@ -434,7 +434,7 @@ class ChatWriter(ChoicesWriter):
         return super().whole(choices, usage)
 
     def events(self, delta: ChoiceDelta, usage: Usage | None = None) -> bytes:
-        """As `ChoicesWriter.events`; an event with the role goes before all others of a choice."""
+        """Write events (see `ChoicesWriter.events`); one with the role goes before all others of a choice."""
         told = super().events(delta, usage)
         if delta.index in self._opened:
             return told

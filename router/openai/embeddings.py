@@ -47,13 +47,13 @@ class EmbeddingRequest(ModelRequest, TextFields):
     @property
     def inputs(self) -> Sequence[Prompt]:
         """The `input` field as a list."""
-        asked: Any = self.input
-        inputs: Sequence[Prompt] = [asked] if isinstance(asked, str) or isinstance(asked[0], int) else asked
+        body: Any = self.input
+        inputs: Sequence[Prompt] = [body] if isinstance(body, str) or isinstance(body[0], int) else body
         return inputs
 
     @property
     def num_choices(self) -> int:
-        """Of those under way at a time."""
+        """Texts of one request that are under way at a time."""
         return min(len(self.inputs), MAX_CHOICES)
 
     @model_validator(mode="before")
@@ -65,12 +65,12 @@ class EmbeddingRequest(ModelRequest, TextFields):
         return fields
 
 
-async def embedding_jobs(maker: JobMaker, asked: EmbeddingRequest, terms: RequestLimits) -> list[ChoiceJob]:
+async def embedding_jobs(maker: JobMaker, body: EmbeddingRequest, limits: RequestLimits) -> list[ChoiceJob]:
     """One for each input. Raises RequestError naming the field at fault."""
-    params = ScoringParams(pooling=asked.pooling or "last")
+    params = ScoringParams(pooling=body.pooling or "last")
     jobs: list[ChoiceJob] = []
-    for index, text in enumerate(asked.inputs):
-        token_ids = await maker.prompt_ids(asked, text, "input", terms.max_context)
+    for index, text in enumerate(body.inputs):
+        token_ids = await maker.prompt_ids(body, text, "input", limits.max_context)
         request = GenerateRequest(
             request_id="",
             router_id="",
@@ -78,8 +78,8 @@ async def embedding_jobs(maker: JobMaker, asked: EmbeddingRequest, terms: Reques
             num_prompt_tokens=len(token_ids),
             sampling=SamplingParams(temperature=0.0),
             max_tokens=0,
-            cache_salt=terms.cache_salt,
-            promise=terms.promise,
+            cache_salt=limits.cache_salt,
+            promise=limits.promise,
             reading=params,
         )
         jobs.append(ChoiceJob(index, index, request, (), prompt=PromptToScore(request)))
@@ -116,7 +116,7 @@ class EmbeddingWriter(ResponseWriter):
 
     def __init__(
         self,
-        asked: EmbeddingRequest,
+        body: EmbeddingRequest,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
@@ -124,8 +124,8 @@ class EmbeddingWriter(ResponseWriter):
         created: int,
         service_tier: str | None,
     ):
-        """As ChoicesFormat. OpenAI's answer has no id, and no time."""
-        self._is_base64 = asked.encoding_format == "base64"
+        """Make a writer (see ChoicesWriter). OpenAI's response has neither id nor time."""
+        self._is_base64 = body.encoding_format == "base64"
         self._model = model
 
     def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:

@@ -1,4 +1,4 @@
-"""What the models of requests have in common."""
+"""Base model and checks that the models of requests share."""
 
 import math
 from typing import Annotated, Any

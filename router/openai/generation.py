@@ -19,7 +19,7 @@ from twostroke.protocol.errors import TwostrokeError, loggable
 from twostroke.protocol.log_context import about
 from twostroke.protocol.requests import FinishReason, TokenEvent
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.generate.reading import PromptScored
+from twostroke.router.generate.score import PromptScored
 from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import SequenceStages
@@ -33,7 +33,7 @@ from twostroke.router.openai.answers import (
     stage_times,
 )
 from twostroke.router.openai.embeddings import EmbeddingRequest
-from twostroke.router.openai.jobs import ChatParsing, ChoiceJob
+from twostroke.router.openai.jobs import ChatParsing, ChoiceJob, PromptToScore
 from twostroke.router.openai.schemas import MAX_CHOICES, GenerationFields
 from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.slo.admission import Admission, Overloaded
@@ -70,16 +70,20 @@ class ChoiceRunner:
         self.metrics.begun(job.request)
         self.demand.arrived(job.request)
         try:
-            async with aclosing(self._events(job, stages)) as events:
+            if job.prompt is None:
+                generated = self.pipeline.generate(job.request, stages)
+            else:
+                generated = self._score_first(job, job.prompt, stages)
+            async with aclosing(generated) as events:
                 async for event in events:
                     now = self.clock()
                     if last is not None:
                         self.metrics.inter_token_latency.observe(now - last)
                     last = now
                     # A prompt may have tens of thousands of tokens, for which no stream is to stand still.
-                    is_read = isinstance(event, PromptScored)
-                    delta = await asyncio.to_thread(writer.add, event) if is_read else writer.add(event)
-                    stages.num_reasoning_tokens, stages.num_unread = writer.num_reasoning_tokens, writer.num_unread
+                    is_scored = isinstance(event, PromptScored)
+                    delta = await asyncio.to_thread(writer.add, event) if is_scored else writer.add(event)
+                    stages.num_reasoning_tokens, stages.num_unparsed = writer.num_reasoning_tokens, writer.num_unparsed
                     if delta.finish_reason is not None:
                         outcome = "length" if delta.finish_reason == "length" else "stop"
                         stages.finish_reason = outcome
@@ -102,20 +106,16 @@ class ChoiceRunner:
             if outcome != "error":
                 self.demand.ended(stages.num_cached_tokens, stages.num_output_tokens)
 
-    async def _events(self, job: ChoiceJob, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
-        """What is read off the prompt, where something is to be, then the tokens; always `aclose` it."""
-        prompt = job.prompt
-        if prompt is None:
-            async with aclosing(self.pipeline.generate(job.request, stages)) as events:
-                async for event in events:
-                    yield event
-            return
+    async def _score_first(
+        self, job: ChoiceJob, prompt: PromptToScore, stages: SequenceStages
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the prompt's scores, then the choice's tokens where there are to be any; always `aclose` it."""
         is_all = job.request.max_tokens == prompt.request.max_tokens
-        reading = (
+        scoring = (
             stages if is_all else SequenceStages(stages.arrive, follows=stages.follows, log_context=stages.log_context)
         )
-        if prompt.answers_with is None:  # else by another choice
-            async with aclosing(self.pipeline.generate(prompt.request, reading)) as events:
+        if prompt.answers_with is None:  # else another choice of the prompt has had it scored
+            async with aclosing(self.pipeline.generate(prompt.request, scoring)) as events:
                 async for event in events:
                     assert isinstance(event, PromptScored)
                     prompt.answers_with = event
@@ -124,13 +124,13 @@ class ChoiceRunner:
             yield prompt.answers_with
             return
         yield msgspec.structs.replace(prompt.answers_with, finish_reason=None)
-        stages.follows = stages.follows or reading.attempts > 0
+        stages.follows = stages.follows or scoring.attempts > 0
         async with aclosing(self.pipeline.generate(job.request, stages)) as events:
             async for event in events:
                 yield event
-        if reading.attempts:  # what was cached then was so because it had been read
-            stages.num_cached_tokens = reading.num_cached_tokens
-            stages.tries[:0] = reading.tries
+        if scoring.attempts:  # tokens were cached later because scoring had computed them
+            stages.num_cached_tokens = scoring.num_cached_tokens
+            stages.tries[:0] = scoring.tries
 
 
 class ChoiceWriter:
@@ -144,14 +144,14 @@ class ChoiceWriter:
         self.num_tokens = 0
         """Tokens of the choice so far, the one that stopped it included."""
         self.num_reasoning_tokens = 0
-        """Those that were thought, marks included."""
+        """Tokens of reasoning, marks included."""
         self._num_chars = len(job.echo)  # of the text with nothing held back
         self._chat = None if job.chat is None else _ChatText(job.chat)
 
     @property
-    def num_unread(self) -> int:
-        """What looks like calls and could not be read."""
-        return 0 if self._chat is None else self._chat.num_unread
+    def num_unparsed(self) -> int:
+        """Regions that look like calls and could not be parsed."""
+        return 0 if self._chat is None else self._chat.num_unparsed
 
     @property
     def _is_over(self) -> bool:
@@ -202,7 +202,7 @@ class ChoiceWriter:
         return msgspec.structs.replace(delta, finish_reason=finish, reasoning=reasoning, tool_calls=calls)
 
     def _read(self, token_id: int) -> str:
-        """What a token adds to the text, or, of a chat, to its content."""
+        """Return the text that a token adds, or, of a chat, the content."""
         text = self._text.add(token_id)
         if self._chat is None:
             return text
@@ -227,7 +227,7 @@ class ChoiceWriter:
 
 
 class _ChatText:
-    """What a chat's answer has beside content, collected until it is taken."""
+    """Reasoning and tool calls of a chat's answer, collected until they are taken."""
 
     def __init__(self, how: ChatParsing):
         self._parser = how.parser()
@@ -242,7 +242,7 @@ class _ChatText:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next is thought."""
+        """Return whether the next text is reasoning."""
         return self._parser.is_reasoning
 
     @property
@@ -251,16 +251,16 @@ class _ChatText:
         return self._parser.is_over
 
     @property
-    def num_unread(self) -> int:
-        """Regions that look like calls and could not be read."""
-        return self._parser.num_unread
+    def num_unparsed(self) -> int:
+        """Regions that look like calls and could not be parsed."""
+        return self._parser.num_unparsed
 
     def finish(self) -> str:
         """The content that was held back."""
         return self._take(self._parser.finish())
 
     def taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """What was thought and called since this was asked last."""
+        """Return the reasoning and calls since the last call of this method."""
         told = self._reasoning, tuple(self._calls)
         self._reasoning, self._calls = "", []
         return told
@@ -336,15 +336,15 @@ class Generation:
     def __init__(
         self,
         runner: ChoiceRunner,
-        asked: GenerationFields | EmbeddingRequest,
+        body: GenerationFields | EmbeddingRequest,
         jobs: Sequence[ChoiceJob],
-        form: ResponseWriter,
+        writer: ResponseWriter,
         exchange: HttpExchange,
     ):
         self._runner = runner
-        self._asked = asked
+        self._body = body
         self._jobs = jobs
-        self._form = form
+        self._writer = writer
         self._exchange = exchange
         leaders = list({job.group: job for job in reversed(jobs)}.values())  # the first choice of each prompt
         # A response is judged once, since half of one helps nobody: by its longest prompt, which is the latest.
@@ -358,16 +358,16 @@ class Generation:
             self._stages,
             [self._stages[job.index] for job in leaders],
             sum(job.request.num_prompt_tokens for job in leaders),
-            is_stream=bool(asked.stream),
+            is_stream=bool(body.stream),
         )
 
     @property
     def most_tokens(self) -> int:
-        """What all choices may come to use, prompts included."""
+        """Most tokens that all choices may use, prompts included."""
         return self._exchange.num_prompt_tokens + sum(job.request.max_tokens for job in self._jobs)
 
     def used_tokens(self) -> int:
-        """What has been used so far: outputs, and the prompts of choices that were begun."""
+        """Return the tokens used so far: outputs, and the prompts of choices that were begun."""
         begun = any(stages.attempts for stages in self._stages)
         return (self._exchange.num_prompt_tokens if begun else 0) + self._exchange.num_output_tokens
 
@@ -378,37 +378,37 @@ class Generation:
             async for delta in deltas:
                 choices[delta.index].append(delta)
         if any(job.prompt is not None for job in self._jobs):  # megabytes, for which no stream is to stand still
-            return await asyncio.to_thread(self._form.whole, choices, self._usage())
-        return self._form.whole(choices, self._usage())
+            return await asyncio.to_thread(self._writer.whole, choices, self._usage())
+        return self._writer.whole(choices, self._usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events; always `aclose` it.
 
         Fails like `whole` before the first event. Later, the stream ends with the format's failure.
         """
-        asked, form = self._asked, self._form
-        if isinstance(asked, EmbeddingRequest) or not isinstance(form, StreamWriter):
+        body, writer = self._body, self._writer
+        if isinstance(body, EmbeddingRequest) or not isinstance(writer, StreamWriter):
             raise TypeError("this endpoint does not stream")
-        began, in_chunks = False, asked.has_usage_in_every_chunk
+        began, in_chunks = False, body.has_usage_in_every_chunk
         try:
             async with aclosing(run_choices(self._jobs, self._deltas)) as deltas:
                 async for delta in deltas:
-                    written = form.events(delta, self._usage() if in_chunks else None)
+                    written = writer.events(delta, self._usage() if in_chunks else None)
                     if written:
                         began = True
                         yield written
         except Exception as error:
             if not began:
                 raise
-            yield form.failure(self._failed(error))
+            yield writer.failure(self._failed(error))
             return
-        yield form.ending(self._usage())
+        yield writer.ending(self._usage())
 
     def _deltas(self, job: ChoiceJob) -> AsyncGenerator[ChoiceDelta, None]:
         return self._runner.deltas(job, self._stages[job.index])
 
     def _failed(self, error: Exception) -> TwostrokeError:
-        """What the client of a stream that has begun is told of `error`."""
+        """Log `error`, and return what the client of a stream that has begun is told."""
         is_one = len(self._stages) == 1  # else nobody knows here whose failure it was
         extra = about(self._stages[0].log_context if is_one else self._exchange.log_context())
         if isinstance(error, TwostrokeError):
@@ -420,7 +420,7 @@ class Generation:
         return error
 
     def _usage(self) -> Usage:
-        """What has been used so far."""
+        """Return the usage so far."""
         num_prompt_tokens, num_output_tokens = self._exchange.num_prompt_tokens, self._exchange.num_output_tokens
         usage: Usage = {
             "prompt_tokens": num_prompt_tokens,
@@ -431,6 +431,6 @@ class Generation:
         if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
-        if self._asked.return_stages:
+        if self._body.return_stages:
             usage["stages"] = [stage_times(stages) for stages in self._stages]
         return usage

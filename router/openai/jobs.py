@@ -1,4 +1,4 @@
-"""From a client's request to one job per choice: the checks that need the model, and the workers' own words."""
+"""Makes one job per choice of a client's request: checks that need the model, and requests for the workers."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,7 @@ import msgspec
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams, ScoringParams
-from twostroke.router.generate.reading import PromptScored
+from twostroke.router.generate.score import PromptScored
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -39,7 +39,7 @@ _LEAST_TOP_P = 1e-6  # clients may ask for 0; workers need it above, and it leav
 
 @dataclass
 class PromptToScore:
-    """What is to be told of a prompt, once for all of its choices."""
+    """A prompt to score once for all of its choices."""
 
     request: GenerateRequest  # with `reading`
     answers_with: PromptScored | None = None  # None: not read yet
@@ -65,7 +65,7 @@ class ChoiceJob:
 
 @dataclass(frozen=True)
 class ChatParsing:
-    """What it takes to tell a chat's calls and thoughts from its content."""
+    """The parser that tells a chat's calls and reasoning from its content."""
 
     opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
     includes_reasoning: bool = True
@@ -77,7 +77,7 @@ class ChatParsing:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """On which terms a request is served, beside what it asks for itself."""
+    """The limits of a request: the longest context, its promise, its cache salt."""
 
     max_context: int  # tokens, prompt and output together
     promise: Promise
@@ -102,75 +102,75 @@ class JobMaker:
         self._vocab_size = vocab_size or (lambda: tokenizer.vocab_size)
         self._grammars = Grammars(lambda: msgspec.structs.replace(tokenizer.vocabulary, size=self._vocab_size()))
 
-    async def make(self, asked: CompletionRequest | ChatRequest, terms: RequestLimits) -> list[ChoiceJob]:
+    async def make(self, body: CompletionRequest | ChatRequest, limits: RequestLimits) -> list[ChoiceJob]:
         """The jobs of all choices, prompt by prompt. Raises RequestError naming the field at fault."""
         checks = GrammarChecks(
-            self._grammars, salt=_salted(terms.cache_salt, asked.cache_salt), client=terms.cache_salt
+            self._grammars, salt=_salted(limits.cache_salt, body.cache_salt), client=limits.cache_salt
         )
-        grammar = await grammar_of(asked, checks)
+        grammar = await grammar_of(body, checks)
         jobs = await (
-            self._of_chat(asked, terms, grammar, checks)
-            if isinstance(asked, ChatRequest)
-            else self._of_completion(asked, terms, grammar)
+            self._of_chat(body, limits, grammar, checks)
+            if isinstance(body, ChatRequest)
+            else self._of_completion(body, limits, grammar)
         )
-        self._check_items(asked, jobs)
+        self._check_items(body, jobs)
         left_out = tuple(sorted(checks.left_out))
         return [replace(job, left_out=left_out) for job in jobs] if left_out else jobs
 
-    def _check_items(self, asked: CompletionRequest | ChatRequest, jobs: Sequence[ChoiceJob]) -> None:
+    def _check_items(self, body: CompletionRequest | ChatRequest, jobs: Sequence[ChoiceJob]) -> None:
         """Raises RequestError where the response may come to hold more items than are allowed."""
         prompts = {job.group: job.prompt.request for job in jobs if job.prompt is not None}
         items = sum(map(_scored_items, prompts.values()))
-        if not asked.stream:  # what a stream has sent is kept no longer
+        if not body.stream:  # what a stream has sent is kept no longer
             items += sum(job.request.max_tokens * _items_per_token(job.request.sampling.logprobs) for job in jobs)
         if items > self._max_items:
-            param = "prompt_logprobs" if prompts else "logprobs" if asked.shows_logprobs else "n"
+            param = "prompt_logprobs" if prompts else "logprobs" if body.shows_logprobs else "n"
             raise RequestError(
-                f"{param}: choices (n, prompt) times tokens ({asked.token_limit[0]}, and of the prompt with echo or "
+                f"{param}: choices (n, prompt) times tokens ({body.token_limit[0]}, and of the prompt with echo or "
                 f"prompt_logprobs) times log-probabilities come to {items} in one response, and this server holds "
                 f"{self._max_items} (router.max_response_items): lower one of them, or ask for a stream",
                 param=param,
             )
 
-    async def _of_completion(self, asked: CompletionRequest, terms: RequestLimits, grammar: str) -> list[ChoiceJob]:
+    async def _of_completion(self, body: CompletionRequest, limits: RequestLimits, grammar: str) -> list[ChoiceJob]:
         jobs: list[ChoiceJob] = []
-        for group, prompt in enumerate(asked.prompts):
-            token_ids = await self.prompt_ids(asked, prompt, "prompt", terms.max_context)
-            default = min(DEFAULT_COMPLETION_TOKENS, terms.max_context - len(token_ids))
-            request = self._request(asked, token_ids, "prompt", default, asked.logprobs, terms, grammar)
+        for group, prompt in enumerate(body.prompts):
+            token_ids = await self.prompt_ids(body, prompt, "prompt", limits.max_context)
+            default = min(DEFAULT_COMPLETION_TOKENS, limits.max_context - len(token_ids))
+            request = self._request(body, token_ids, "prompt", default, body.logprobs, limits, grammar)
             echo = ""
-            if asked.echo:
-                is_whole = isinstance(prompt, str) and asked.truncate_prompt_tokens is None
+            if body.echo:
+                is_whole = isinstance(prompt, str) and body.truncate_prompt_tokens is None
                 echo = (
                     prompt
                     if isinstance(prompt, str) and is_whole
-                    else self._tokenizer.decode(token_ids, skip_special_tokens=not asked.shows_special)
+                    else self._tokenizer.decode(token_ids, skip_special_tokens=not body.shows_special)
                 )
-            scored = asked.logprobs if asked.echo else None
-            jobs += _choices(asked, request, group, echo, scored)
+            scored = body.logprobs if body.echo else None
+            jobs += _choices(body, request, group, echo, scored)
         return jobs
 
     async def _of_chat(
-        self, asked: ChatRequest, terms: RequestLimits, grammar: str, checks: GrammarChecks
+        self, body: ChatRequest, limits: RequestLimits, grammar: str, checks: GrammarChecks
     ) -> list[ChoiceJob]:
-        text = chat_prompt(self._tokenizer, asked)
-        token_ids = await self.encode(text, "messages", terms.max_context, add_special_tokens=False)
+        text = chat_prompt(self._tokenizer, body)
+        token_ids = await self.encode(text, "messages", limits.max_context, add_special_tokens=False)
         self._check_vocabulary(token_ids, "messages")
-        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        default = terms.max_context - len(token_ids)
-        if not asked.stream:
-            items_per_token = asked.num_candidates * _items_per_token(logprobs)
-            scored = 0 if asked.prompt_logprobs is None else len(token_ids) * (1 + asked.prompt_logprobs)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        default = limits.max_context - len(token_ids)
+        if not body.stream:
+            items_per_token = body.num_candidates * _items_per_token(logprobs)
+            scored = 0 if body.prompt_logprobs is None else len(token_ids) * (1 + body.prompt_logprobs)
             default = min(default, max(1, (self._max_items - scored) // items_per_token))
         is_long = len(text) > OFF_LOOP_CHARS
-        chat = await asyncio.to_thread(self._reading, asked, text) if is_long else self._reading(asked, text)
-        grammar = await self._whole_grammar(asked, chat, grammar, checks)
-        request = self._request(asked, token_ids, "messages", default, logprobs, terms, grammar)
-        return _choices(asked, request, chat=chat)
+        chat = await asyncio.to_thread(self._reading, body, text) if is_long else self._reading(body, text)
+        grammar = await self._whole_grammar(body, chat, grammar, checks)
+        request = self._request(body, token_ids, "messages", default, logprobs, limits, grammar)
+        return _choices(body, request, chat=chat)
 
-    def _reading(self, asked: ChatRequest, prompt: str) -> ChatParsing | None:
+    def _reading(self, body: ChatRequest, prompt: str) -> ChatParsing | None:
         """Raises RequestError where tools are offered, and nobody knows how this model calls them."""
-        form, tools = self._format(asked), asked.allowed_tools
+        form, tools = self._format(body), body.allowed_tools
         if tools and form is None:
             raise RequestError(
                 "tools: the model's response template does not tell how it calls tools: those who run the server name "
@@ -180,22 +180,22 @@ class JobMaker:
         if form is None:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        opened = form.language.parser(prompt, by_name or None, is_parallel=asked.is_parallel)
-        return ChatParsing(opened, asked.include_reasoning is not False)
+        opened = form.language.parser(prompt, by_name or None, is_parallel=body.is_parallel)
+        return ChatParsing(opened, body.include_reasoning is not False)
 
-    def _format(self, asked: ChatRequest) -> OutputFormat | None:
+    def _format(self, body: ChatRequest) -> OutputFormat | None:
         """Return the format of the answer: the model's own, or the generic one for calls that its own does not tell."""
         form = self._tokenizer.output_format
-        if not asked.allowed_tools:
+        if not body.allowed_tools:
             return form
-        is_known = form is not None and form.language.has_calls and (form.call is not None or not asked.forced_tools)
+        is_known = form is not None and form.language.has_calls and (form.call is not None or not body.forced_tools)
         return form if is_known else self._tokenizer.generic_format
 
     async def _whole_grammar(
-        self, asked: ChatRequest, chat: ChatParsing | None, grammar: str, checks: GrammarChecks
+        self, body: ChatRequest, chat: ChatParsing | None, grammar: str, checks: GrammarChecks
     ) -> str:
-        """What all of the answer is held to: calls that must be made, thoughts, and the `grammar` of what is said."""
-        form, forced, budget = self._format(asked), asked.forced_tools, asked.thinking_token_budget
+        """Return the grammar of the whole answer: calls, reasoning, and the `grammar` of the content."""
+        form, forced, budget = self._format(body), body.forced_tools, body.thinking_token_budget
         rules = AnswerGrammar(self._tokenizer.controls)
         thinking, call = (None, None) if form is None else (form.thinking, form.call)
         if forced and grammar:
@@ -207,13 +207,13 @@ class JobMaker:
                 "thinking_token_budget: the mark that ends thoughts is no token of this model",
                 param="thinking_token_budget",
             )
-        offered = [] if call is None else asked.allowed_tools
+        offered = [] if call is None else body.allowed_tools
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
         calls, functions = "", list[CallableFunction]()
         if call is not None and (forced or is_strict or (grammar and offered)):
-            functions = [await self._function(asked, tool, call, checks) for tool in forced or offered]
+            functions = [await self._function(body, tool, call, checks) for tool in forced or offered]
             is_free = not forced and not grammar
-            calls = rules.of_calls(call, functions, is_parallel=asked.is_parallel, is_free=is_free)
+            calls = rules.of_calls(call, functions, is_parallel=body.is_parallel, is_free=is_free)
         if forced:
             rest, param = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools"
         elif grammar and (calls or thinking is not None):
@@ -234,31 +234,31 @@ class JobMaker:
         return await checks.check(whole, param)
 
     async def _function(
-        self, asked: ChatRequest, tool: Tool, call: CallSyntax, checks: GrammarChecks
+        self, body: ChatRequest, tool: Tool, call: CallSyntax, checks: GrammarChecks
     ) -> CallableFunction:
         """A tool, as it is to be called. Of one that may be called, and is not strict, arguments are any object.
 
         Raises RequestError for a schema that can't be followed.
         """
         name, is_strict = tool.function.name, bool(tool.function.strict)
-        if not is_strict and not asked.forced_tools:
+        if not is_strict and not body.forced_tools:
             return CallableFunction(name, {}, is_strict)
         schema: Mapping[str, Any] = tool.function.parameters or {}
-        param = f"{asked.path_of(tool)}.parameters"
+        param = f"{body.path_of(tool)}.parameters"
         schema = await checks.schema(schema, param, lenient=not is_strict)
         if call.argument is not None and is_strict and schema and "properties" not in schema:
             raise RequestError(f"{param}: must have properties: this model writes arguments one by one", param=param)
         return CallableFunction(name, schema, is_strict)
 
-    async def prompt_ids(self, asked: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
+    async def prompt_ids(self, body: TextFields, prompt: Prompt, param: str, max_context: int) -> list[int]:
         """The token ids of a text, or those given; the last ones, where a prompt is to be cut.
 
         Raises RequestError as `encode` and `checked` do, and where there are none.
         """
-        most = asked.truncate_prompt_tokens
+        most = body.truncate_prompt_tokens
         if isinstance(prompt, str):
             limit = max_context if most is None else len(prompt.encode())  # a body's limit must do
-            special = asked.add_special_tokens is not False
+            special = body.add_special_tokens is not False
             prompt = await self.encode(prompt, param, limit, add_special_tokens=special)
         if most is not None:
             prompt = prompt[-(max_context if most == -1 else most) :] if most else []
@@ -285,23 +285,23 @@ class JobMaker:
 
     def _request(
         self,
-        asked: GenerationFields,
+        body: GenerationFields,
         token_ids: Sequence[int],
         param: str,
         default_tokens: int,
         logprobs: int | None,
-        terms: RequestLimits,
+        limits: RequestLimits,
         grammar: str,
     ) -> GenerateRequest:
-        """Of one prompt, which the field `param` has, for its first choice."""
+        """Return the worker's request for the first choice of one prompt, which is in the field `param`."""
         if grammar:
-            _check_alone(asked)
+            _check_alone(body)
         if not token_ids:
             raise RequestError(f"{param}: has no tokens", param=param)
-        room = terms.max_context - len(token_ids)
-        if room < 1 and asked.token_limit[1] != 0:
-            raise _too_long(param, str(len(token_ids)), terms.max_context)
-        limited_by, limit = asked.token_limit
+        room = limits.max_context - len(token_ids)
+        if room < 1 and body.token_limit[1] != 0:
+            raise _too_long(param, str(len(token_ids)), limits.max_context)
+        limited_by, limit = body.token_limit
         max_tokens = default_tokens if limit is None else limit
         if max_tokens > room:
             raise RequestError(
@@ -309,62 +309,62 @@ class JobMaker:
                 param=limited_by,
                 code="context_length_exceeded",
             )
-        if asked.min_tokens is not None and asked.min_tokens > max_tokens:
+        if body.min_tokens is not None and body.min_tokens > max_tokens:
             raise RequestError(f"min_tokens: must not be over max_tokens, {max_tokens}", param="min_tokens")
-        stop_token_ids = tuple(asked.stop_token_ids or ())
+        stop_token_ids = tuple(body.stop_token_ids or ())
         self._check_vocabulary(stop_token_ids, "stop_token_ids")
-        if not asked.ignore_eos:
+        if not body.ignore_eos:
             stop_token_ids = tuple(dict.fromkeys((*self._tokenizer.eos_token_ids, *stop_token_ids)))
         return GenerateRequest(
             request_id="",
             router_id="",
             token_ids=tuple(token_ids),
             num_prompt_tokens=len(token_ids),
-            sampling=self._sampling(asked, logprobs),
+            sampling=self._sampling(body, logprobs),
             max_tokens=max_tokens,
-            min_tokens=asked.min_tokens or 0,
+            min_tokens=body.min_tokens or 0,
             stop_token_ids=stop_token_ids,
-            cache_salt=_salted(terms.cache_salt, asked.cache_salt),
+            cache_salt=_salted(limits.cache_salt, body.cache_salt),
             grammar=grammar,
-            promise=terms.promise,
-            client=terms.cache_salt,
+            promise=limits.promise,
+            client=limits.cache_salt,
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """As tokens: at an answer's beginning, and within it."""
+        """Return bad words as tokens: at an answer's beginning, and within it."""
         ways = [tuple(self._tokenizer.encode_word(way)) for word in words for way in (word, " " + word.lstrip())]
         return tuple(dict.fromkeys(way for way in ways if way))
 
-    def _sampling(self, asked: GenerationFields, logprobs: int | None) -> SamplingParams:
-        biases = {int(token_id): bias for token_id, bias in (asked.logit_bias or {}).items()}
+    def _sampling(self, body: GenerationFields, logprobs: int | None) -> SamplingParams:
+        biases = {int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()}
         self._check_vocabulary(tuple(biases), "logit_bias")
-        allowed = tuple(dict.fromkeys(asked.allowed_token_ids or ()))
+        allowed = tuple(dict.fromkeys(body.allowed_token_ids or ()))
         self._check_vocabulary(allowed, "allowed_token_ids")
-        if asked.num_candidates > (asked.n or 1) and logprobs is None:
+        if body.num_candidates > (body.n or 1) and logprobs is None:
             logprobs = 0  # they are ranked by them
-        asked_for = asked.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
+        asked_for = body.model_dump(include=set(SamplingDefaults.model_fields), exclude_none=True)
         drawn = self._defaults.model_copy(update=asked_for)
         return SamplingParams(
             temperature=float(drawn.temperature),
             top_k=min(max(0, drawn.top_k), self._vocab_size()),
             top_p=max(float(drawn.top_p), _LEAST_TOP_P),
             min_p=float(drawn.min_p),
-            presence_penalty=float(asked.presence_penalty or 0.0),
-            frequency_penalty=float(asked.frequency_penalty or 0.0),
+            presence_penalty=float(body.presence_penalty or 0.0),
+            frequency_penalty=float(body.frequency_penalty or 0.0),
             repetition_penalty=float(drawn.repetition_penalty),
             logit_bias=tuple(sorted((token_id, float(bias)) for token_id, bias in biases.items())),
             allowed_token_ids=allowed,
-            bad_words=self._bad_words(asked.bad_words or ()),
+            bad_words=self._bad_words(body.bad_words or ()),
             # vLLM takes -1 for none.
-            seed=(secrets.randbits(63) if asked.seed in (None, -1) else asked.seed) & _SEED_MASK,
+            seed=(secrets.randbits(63) if body.seed in (None, -1) else body.seed) & _SEED_MASK,
             logprobs=None if logprobs is None else min(logprobs, self._vocab_size()),
         )
 
 
-def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) -> str:
+def chat_prompt(tokenizer: TextTokenizer, body: ChatRequest | TokenizeRequest) -> str:
     """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
-    continues = bool(asked.continue_final_message)
-    messages = [message.as_template_sees() for message in asked.messages or ()]
+    continues = bool(body.continue_final_message)
+    messages = [message.as_template_sees() for message in body.messages or ()]
     said, mark = "", ""
     if continues:
         # Behind the message, so that it is known where that ends: its own words may stand elsewhere in the prompt, too.
@@ -372,10 +372,10 @@ def chat_prompt(tokenizer: TextTokenizer, asked: ChatRequest | TokenizeRequest) 
         messages[-1]["content"] = said + mark + _WHITE
     text = tokenizer.render_chat(
         messages,
-        tools=[tool.model_dump(exclude_none=True) for tool in asked.allowed_tools] or None,
-        documents=asked.documents or None,
-        variables=asked.template_variables,
-        add_generation_prompt=not continues and asked.add_generation_prompt is not False,
+        tools=[tool.model_dump(exclude_none=True) for tool in body.allowed_tools] or None,
+        documents=body.documents or None,
+        variables=body.template_variables,
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
     )
     if not continues:
         return text
@@ -393,12 +393,12 @@ _WHITE = "\t\n \t"
 
 
 def _salted(salt: bytes, own: str | None) -> bytes:
-    """With the client's own, which keeps the prefix apart from the same of others that have the same key."""
+    """Join the client's own salt, which keeps the prefix apart from that of others that have the same key."""
     return salt if not own else hashlib.sha256(len(salt).to_bytes(4, "big") + salt + own.encode()).digest()[:16]
 
 
 def _choices(
-    asked: GenerationFields,
+    body: GenerationFields,
     request: GenerateRequest,
     group: int = 0,
     echo: str = "",
@@ -406,11 +406,11 @@ def _choices(
     chat: ChatParsing | None = None,
 ) -> list[ChoiceJob]:
     """The `n` jobs of one prompt, after those of the groups before."""
-    num = asked.num_candidates
-    stop = tuple(asked.stop or ())
+    num = body.num_candidates
+    stop = tuple(body.stop or ())
     prompt = None
-    if asked.reads_prompt:
-        wanted = [one for one in (asked.prompt_logprobs, echoed_logprobs) if one is not None]
+    if body.scores_prompt:
+        wanted = [one for one in (body.prompt_logprobs, echoed_logprobs) if one is not None]
         # One token comes with the reading; more, or several choices', are drawn after it.
         max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0
         params = ScoringParams(logprobs=max(wanted, default=None))
@@ -422,11 +422,11 @@ def _choices(
             _reseeded(request, i),
             stop,
             echo,
-            shows_stop=bool(asked.include_stop_str_in_output),
-            shows_special=asked.shows_special,
+            shows_stop=bool(body.include_stop_str_in_output),
+            shows_special=body.shows_special,
             prompt=prompt,
             echoes_logprobs=echoed_logprobs is not None,
-            prompt_logprobs=asked.prompt_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
             chat=chat,
         )
         for i in range(num)
@@ -453,12 +453,12 @@ def _scored_items(request: GenerateRequest) -> int:
     return 0 if logprobs is None else request.num_prompt_tokens * (1 + logprobs)
 
 
-def _check_alone(asked: GenerationFields) -> None:
+def _check_alone(body: GenerationFields) -> None:
     """Raises RequestError for fields that would have a say beside a grammar, the one of forced calls, too."""
-    if asked.allowed_token_ids or asked.bad_words:
-        param = "allowed_token_ids" if asked.allowed_token_ids else "bad_words"
+    if body.allowed_token_ids or body.bad_words:
+        param = "allowed_token_ids" if body.allowed_token_ids else "bad_words"
         raise RequestError(f"{param}: not together with a schema or grammar, which decides itself", param=param)
-    if asked.ignore_eos:
+    if body.ignore_eos:
         raise RequestError("ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos")
 
 

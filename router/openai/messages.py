@@ -47,7 +47,7 @@ class TextBlock(StrictModel):
 
 
 class ThinkingBlock(StrictModel):
-    """What a model thought."""
+    """Reasoning of a model in a request."""
 
     type: Literal["thinking"]
     thinking: Text
@@ -66,7 +66,7 @@ class ToolUseBlock(StrictModel):
 
 
 class ToolResultBlock(StrictModel):
-    """What a tool returned."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: ShortText
@@ -177,7 +177,7 @@ _NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "tool_choice.function": "tool_choice",
 }
-"""Of the chat's fields."""
+"""Names of the chat's fields in this API."""
 
 _NOT_CUT = "prompts are taken whole; leave out old messages"
 
@@ -314,7 +314,7 @@ class AnswerText(TypedDict):
 
 
 class AnswerThinking(TypedDict):
-    """What the model thought before it went on."""
+    """Reasoning before the rest of the answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -359,7 +359,7 @@ class TokenCount(TypedDict):
 
 
 class MessageErrorBody(TypedDict):
-    """What is wrong."""
+    """The error of an error object."""
 
     type: str
     message: str
@@ -386,7 +386,7 @@ _ERROR_TYPES = {
 
 
 def message_error(error: TwostrokeError) -> MessageError:
-    """What the client of this API is told of `error`."""
+    """Return the error object that shows `error` to the client of this API."""
     shown = public_error(error)
     kind = _ERROR_TYPES.get(shown.status, "api_error" if shown.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(shown)}}
@@ -396,7 +396,7 @@ Event = dict[str, Any]
 
 _DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 _MEMBERS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
-"""Of deltas, by the type of the block that they add to."""
+"""Types of deltas, by the type of the block that they add to."""
 
 
 class MessagesWriter(StreamWriter):
@@ -404,7 +404,7 @@ class MessagesWriter(StreamWriter):
 
     def __init__(
         self,
-        asked: GenerationFields,
+        body: GenerationFields,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
@@ -412,7 +412,7 @@ class MessagesWriter(StreamWriter):
         created: int,
         service_tier: str | None,
     ):
-        """As `ChoicesFormat`."""
+        """Make a writer (see `ChoicesWriter`)."""
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
         self._blocks: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # of the last block, while it is open

@@ -51,14 +51,14 @@ class ResponseTextPart(StrictModel):
 
 
 class ResponseRefusalPart(StrictModel):
-    """What a model said instead of an answer."""
+    """A refusal, in place of an answer."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
 class ReasoningPart(StrictModel):
-    """What a model thought, or a summary of it."""
+    """Reasoning text of a model, or a summary of it."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: Text
@@ -92,7 +92,7 @@ class FunctionCallItem(StrictModel):
 
 
 class FunctionOutputItem(StrictModel):
-    """What a function returned."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: ShortText
@@ -102,7 +102,7 @@ class FunctionOutputItem(StrictModel):
 
 
 class ReasoningItem(StrictModel):
-    """What a model thought. Encrypted thoughts are other servers': they are passed over, as summaries are."""
+    """Reasoning of a model. Encrypted reasoning is another server's: it is skipped, as summaries are."""
 
     type: Literal["reasoning"]
     id: ShortText | None = None
@@ -326,7 +326,7 @@ class OutputText(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """What the model thought."""
+    """The reasoning of the model."""
 
     type: Literal["reasoning_text"]
     text: str
@@ -343,7 +343,7 @@ class OutputMessage(TypedDict):
 
 
 class OutputReasoning(TypedDict):
-    """What the model thought before it went on."""
+    """Reasoning before the rest of the answer."""
 
     type: Literal["reasoning"]
     id: str
@@ -417,7 +417,7 @@ class ResponsesWriter(StreamWriter):
     def __init__(
         self,
         request: ResponsesRequest,
-        asked: GenerationFields,
+        body: GenerationFields,
         jobs: Sequence[ChoiceJob],
         tokenizer: TextTokenizer,
         *,
@@ -425,7 +425,7 @@ class ResponsesWriter(StreamWriter):
         created: int,
         service_tier: str | None,
     ):
-        """`request` is what `asked` was made of; the others are those of `ChoicesFormat`."""
+        """`request` is what `body` was made of; the others are those of `ChoicesFormat`."""
         self._piece = tokenizer.piece
         self._head = _head(request, jobs[0], model, created, service_tier)
         self._output: list[dict[str, Any]] = []
@@ -526,7 +526,7 @@ class ResponsesWriter(StreamWriter):
         self._item, self._pieces, self._logprobs = None, [], []
 
     def _place(self) -> dict[str, Any]:
-        """Where the open item is."""
+        """Return the position of the open item."""
         return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _part(self) -> dict[str, Any]:
@@ -560,7 +560,7 @@ class ResponsesWriter(StreamWriter):
 def _head(
     request: ResponsesRequest, job: ChoiceJob, model: str, created: int, service_tier: str | None
 ) -> dict[str, Any]:
-    """What does not change while a response comes."""
+    """The fields that do not change while a response comes."""
     text, reasoning, choice = (
         request.text or ResponseTextFields(),
         request.reasoning or ReasoningFields(),

@@ -103,7 +103,7 @@ which values beside null they ask for nothing.
 
 
 class ModelRequest(StrictModel):
-    """What every request for the model has."""
+    """Fields of every request for the model."""
 
     lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = LACKING
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
@@ -112,7 +112,7 @@ class ModelRequest(StrictModel):
 
 
 class TextFields(BaseModel):
-    """How prompts become token ids."""
+    """Fields that decide how prompts become token ids."""
 
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # vLLM's
@@ -127,7 +127,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(ModelRequest):
-    """What all requests for text have in common, of whichever API."""
+    """Fields that all requests for text share, of every API."""
 
     stream: bool | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
@@ -164,7 +164,7 @@ class SamplingFields(ModelRequest):
 
 
 class GenerationFields(SamplingFields, StructuredFields):
-    """What completions and chat have in common."""
+    """Fields that completions and chats share."""
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -188,12 +188,12 @@ class GenerationFields(SamplingFields, StructuredFields):
 
     @property
     def num_choices(self) -> int:
-        """That are generated for the whole response."""
+        """Choices that are generated for the whole response."""
         return self.num_candidates
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether those of drawn tokens are in the answer."""
+        """Return whether log-probabilities of drawn tokens are in the answer."""
         raise NotImplementedError
 
     @property
@@ -202,28 +202,28 @@ class GenerationFields(SamplingFields, StructuredFields):
         return "max_tokens", self.max_tokens
 
     @property
-    def reads_prompt(self) -> bool:
-        """Whether something is told of the prompt's own tokens."""
+    def scores_prompt(self) -> bool:
+        """Return whether the prompt is to be scored."""
         return self.prompt_logprobs is not None
 
     @property
     def shows_special(self) -> bool:
-        """Whether special tokens have their names in the text."""
+        """Return whether special tokens have their names in the text."""
         return False
 
     @property
     def tells_function_call(self) -> bool:
-        """Whether a call is told as it was before there were tools."""
+        """Return whether a call is written in the form from before there were tools."""
         return False
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Return whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_usage_in_every_chunk(self) -> bool:
-        """Whether every event of a stream has the usage so far."""
+        """Return whether every event of a stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
@@ -233,7 +233,7 @@ class GenerationFields(SamplingFields, StructuredFields):
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "is not allowed with stream: true")
         limited_by, limit = self.token_limit
-        if limit == 0 and not self.reads_prompt:
+        if limit == 0 and not self.scores_prompt:
             raise FieldError(limited_by, "0 is allowed only where the prompt is told of: with echo or prompt_logprobs")
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise FieldError("best_of", "must not be below n")
@@ -274,8 +274,8 @@ class CompletionRequest(GenerationFields, TextFields):
         return self.logprobs is not None
 
     @property
-    def reads_prompt(self) -> bool:
-        return super().reads_prompt or bool(self.echo and (self.logprobs is not None or self.max_tokens == 0))
+    def scores_prompt(self) -> bool:
+        return super().scores_prompt or bool(self.echo and (self.logprobs is not None or self.max_tokens == 0))
 
     @model_validator(mode="after")
     def _possible(self) -> "CompletionRequest":
@@ -410,21 +410,21 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
 
 
 def _how_far(error: Mapping[str, Any]) -> tuple[bool, int, list[int]]:
-    """Of a field that may be of several types, the attempt that got furthest has the message that helps."""
+    """Return the most helpful error of a field that may be of several types: that of the attempt that got furthest."""
     is_of_type = not error["type"].endswith("_type")
     return is_of_type, len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]
 
 
 class UnknownFields:
-    """What becomes of fields that nobody here knows: each is named once in the log, or, where `strict`, refused."""
+    """Names each unknown field once in the log, or, where `strict`, refuses it."""
 
     def __init__(self, *, strict: bool):
         self._strict = strict
         self._named: set[str] = set()
 
-    def check(self, asked: BaseModel) -> None:
+    def check(self, body: BaseModel) -> None:
         """Raises RequestError where there are any, and none are taken."""
-        for path, known in _unknown(asked, ()):
+        for path, known in _unknown(body, ()):
             if self._strict:
                 near = difflib.get_close_matches(str(path[-1]), known, n=1)
                 hint = f": did you mean {near[0]}?" if near else ""
@@ -444,13 +444,13 @@ def shown(name: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in name[:80])
 
 
-def _unknown(asked: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
+def _unknown(body: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
-    judged = asked.lacking.keys() | asked.without_effect if isinstance(asked, ModelRequest) else frozenset[str]()
-    for name in asked.model_extra or ():
+    judged = body.lacking.keys() | body.without_effect if isinstance(body, ModelRequest) else frozenset[str]()
+    for name in body.model_extra or ():
         if name not in judged:
-            yield (*path, name), [*type(asked).model_fields]
-    for name, value in vars(asked).items():
+            yield (*path, name), [*type(body).model_fields]
+    for name, value in vars(body).items():
         if isinstance(value, BaseModel):
             yield from _unknown(value, (*path, name))
         elif isinstance(value, list):

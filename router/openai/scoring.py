@@ -1,4 +1,4 @@
-"""What is told of a prompt's own tokens: their log-probabilities, as OpenAI's completions and as vLLM show them."""
+"""Log-probabilities of a prompt's own tokens, as OpenAI's completions and as vLLM show them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -68,11 +68,11 @@ def prompt_logprobs(
     scores: PromptScores, token_ids: Sequence[int], num_alternatives: int, tokenizer: TextTokenizer
 ) -> PromptLogprobs:
     """vLLM's `prompt_logprobs`."""
-    told: PromptLogprobs = [None]
+    found: PromptLogprobs = [None]
     for sampled, rank in _rows(scores, token_ids, num_alternatives):
         likely = {token_id: (logprob, place) for place, (token_id, logprob) in enumerate(sampled.top, 1)}
         likely.setdefault(sampled.token_id, (sampled.logprob or 0.0, rank))
-        told.append(
+        found.append(
             {
                 str(token_id): {
                     "logprob": logprob,
@@ -82,4 +82,4 @@ def prompt_logprobs(
                 for token_id, (logprob, place) in likely.items()
             }
         )
-    return told
+    return found

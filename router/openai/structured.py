@@ -1,5 +1,5 @@
-"""What an answer is to look like, as clients ask for it: `response_format`, vLLM's `structured_outputs`, and the names
-that older clients and other servers have for the same. All become one grammar.
+"""Structured output as clients ask for it: `response_format`, vLLM's `structured_outputs`, and the names that older
+clients and other servers have for the same. All become one grammar.
 """
 
 import asyncio
@@ -82,22 +82,22 @@ _FIELDS: dict[str, _Kind] = {
 ANY_OBJECT: Schema = {"type": "object"}
 
 
-async def grammar_of(asked: StructuredFields, checks: grammar.GrammarChecks) -> str:
+async def grammar_of(body: StructuredFields, checks: grammar.GrammarChecks) -> str:
     """The grammar of what is asked for; empty where nothing is.
 
     Raises RequestError naming the field, and where it is a schema the place in it, for what can't be.
     """
-    wanted = list(_wanted(asked))
+    wanted = list(_wanted(body))
     if not wanted:
         return ""
     if len(wanted) > 1:
         raise RequestError(f"{wanted[1][0]}: {wanted[0][0]} is given already: one of them", param=wanted[1][0])
     ((param, kind, value),) = wanted
     if kind == "json":
-        strict = asked.response_format is None or bool(
-            asked.response_format.json_schema and asked.response_format.json_schema.strict
+        strict = body.response_format is None or bool(
+            body.response_format.json_schema and body.response_format.json_schema.strict
         )
-        compact = asked.structured_outputs is not None and bool(asked.structured_outputs.disable_any_whitespace)
+        compact = body.structured_outputs is not None and bool(body.structured_outputs.disable_any_whitespace)
         schema = await checks.schema(_schema(value, param), param, lenient=not strict, compact=compact)
         return await checks.check(grammar.of_schema(schema, lenient=not strict, compact=compact), param)
     if kind == "regex":
@@ -112,9 +112,9 @@ async def grammar_of(asked: StructuredFields, checks: grammar.GrammarChecks) -> 
     return await checks.check(made, param)
 
 
-def _wanted(asked: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:
+def _wanted(body: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:
     """(field, kind, value) of all that are given."""
-    form = asked.response_format
+    form = body.response_format
     if form is not None and form.type == "json_object":
         yield "response_format.schema", "json", ANY_OBJECT if form.schema_ is None else form.schema_
     elif form is not None and form.type == "json_schema":
@@ -122,7 +122,7 @@ def _wanted(asked: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:
             raise RequestError("response_format.json_schema: is required", param="response_format.json_schema")
         schema = form.json_schema.schema_
         yield "response_format.json_schema.schema", "json", ANY_OBJECT if schema is None else schema
-    outputs = asked.structured_outputs
+    outputs = body.structured_outputs
     if outputs is not None:
         if outputs.json_object:
             yield "structured_outputs.json_object", "json", ANY_OBJECT
@@ -136,7 +136,7 @@ def _wanted(asked: StructuredFields) -> Iterator[tuple[str, _Kind, Any]]:
             if _is_given(value):
                 yield f"structured_outputs.{kind}", kind, value
     for name, kind in _FIELDS.items():
-        if _is_given(value := getattr(asked, name)):
+        if _is_given(value := getattr(body, name)):
             yield name, kind, value
 
 

@@ -102,15 +102,15 @@ class ToolFields(StrictModel):
 
     @property
     def choice(self) -> ToolChoice | None:
-        """Which tool is to be called."""
+        """The tool to call."""
         if isinstance(self.function_call, FunctionChoice):
             return NamedChoice(type="function", function=self.function_call)
         return self.tool_choice or self.function_call
 
     @property
     def is_parallel(self) -> bool:
-        """Whether there may be several calls. Of a function by its name OpenAI, too, gives one: small models would
-        else call on to their limit."""
+        """Return whether there may be several calls. A named function is called once, as at OpenAI: small models would
+        call it up to their limit."""
         return self.parallel_tool_calls is not False and not self.functions and not isinstance(self.choice, NamedChoice)
 
     @property
@@ -127,13 +127,13 @@ class ToolFields(StrictModel):
         return self.allowed_tools if self.choice == "required" else []
 
     def path_of(self, tool: Tool) -> str:
-        """Where the client has the function of one of `offered_tools`."""
+        """Return the path at which the client has the function of one of `offered_tools`."""
         index = self.offered_tools.index(tool)
         return f"tools.{index}.function" if self.tools else f"functions.{index}"
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools."""
+        """Return the arguments of the chat template beside messages and tools."""
         said: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             said["reasoning_effort"] = self.reasoning_effort

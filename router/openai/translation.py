@@ -1,4 +1,4 @@
-"""What translations of other APIs into a chat have in common.
+"""The part that translations of other APIs into a chat share.
 
 The chat is checked by its own model, so that all bounds are one; errors name the fields as the client sent them.
 """
@@ -14,10 +14,10 @@ from twostroke.router.openai.schemas import ChatRequest, SamplingFields, explain
 
 
 class ChatDraft:
-    """A chat in the making, from `asked`. `names` has the client's paths of the chat's fields, where they differ."""
+    """A chat in the making, from `body`. `names` has the client's paths of the chat's fields, where they differ."""
 
-    def __init__(self, asked: SamplingFields, names: Mapping[str, str]):
-        common = asked.model_dump(include={"model", *SamplingFields.model_fields}, exclude_none=True)
+    def __init__(self, body: SamplingFields, names: Mapping[str, str]):
+        common = body.model_dump(include={"model", *SamplingFields.model_fields}, exclude_none=True)
         self.messages: list[dict[str, Any]] = []
         self._fields = {**common, "messages": self.messages}
         self._names = dict(names)
@@ -37,7 +37,7 @@ class ChatDraft:
         self._fields |= {name: value for name, value in fields.items() if value is not None}
 
     def chat(self) -> ChatRequest:
-        """What has been drafted. Raises RequestError, which `naming` has to translate."""
+        """Return the chat. Raises RequestError, which `naming` has to translate."""
         try:
             return ChatRequest.model_validate(self._fields)
         except ValidationError as error:

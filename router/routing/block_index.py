@@ -1,4 +1,4 @@
-"""Which worker holds which blocks, as far as this router has heard, and so how much of a prompt. Pure: no I/O.
+"""The blocks that each worker holds, as far as this router has heard, and thus how much of a prompt. Pure: no I/O.
 
 A block has one number whose bits stand for workers, so that it costs as much to index for a thousand of them as for
 one. Two kinds of knowledge lie over each other:
@@ -62,8 +62,8 @@ class BlockIndex:
         """Blocks that some worker was heard to hold."""
         return len(self._held)
 
-    def held(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
-        """How many tokens of the prompt with the outputs `sent` each of these workers has, or will soon have."""
+    def cached_tokens(self, infos: Sequence[WorkerInfo], request: GenerateRequest, sent: Sequence[int]) -> list[int]:
+        """Return the tokens of the prompt with the outputs `sent` that each of these workers has, or will soon have."""
         blocks: dict[int, list[int]] = {}  # by block size
         tokens: list[int] = []
         for info in infos:
@@ -130,7 +130,7 @@ class BlockIndex:
                 layer[name] = bits | bit
 
     def find(self, names: Sequence[ShortName]) -> list[int]:
-        """How many of a prompt's first blocks each worker holds or will hold, by its column.
+        """Return the number of a prompt's first blocks that each worker holds or will hold, by its column.
 
         Whoever holds a block is taken to hold all before it, which is so nearly always: caches evict from the end.
         """
@@ -163,7 +163,7 @@ class BlockIndex:
         return known
 
     def _missed(self, worker: _Worker) -> bool:
-        """Whether nobody needs to ask."""
+        """Note a gap. Return whether the worker has been asked for a snapshot already."""
         worker.sequence = None
         was_asked, worker.is_asked = worker.is_asked, True
         return was_asked

@@ -1,10 +1,10 @@
-"""Which workers serve a request: the path with the least predicted time (`cheapest_path`), by load, or in turn. Pure.
+"""The choice of a request's path: by predicted time (`cheapest_path`), by load, or in turn. Pure.
 
 docs/design/routing.md has the formulas. The costs of whoever reads the prompt and of the decode worker add up, so the
 best of each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is
 settled with the chosen prefill worker's time.
 
-Everything asks of a worker how much of the prompt it has (`KnownWorker.held`), which is set for each decision.
+Everything asks of a worker how much of the prompt it has (`KnownWorker.cached_tokens`), which is set for each decision.
 """
 
 import math
@@ -18,7 +18,7 @@ from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.workers import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Classes, KnownWorker
 
 HOP_S = 0.002
-"""Of any transfer, however short: offer, grant, commit and its answer."""
+"""Seconds of any transfer, however short: offer, grant, commit and its answer."""
 
 _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class PathQuery(NamedTuple):
-    """What a request asks of its workers."""
+    """The needs of a request that decide its path."""
 
     num_tokens: int  # of the prompt, and of what was sent of the answer
     answer_tokens: float  # that are still to come, about
@@ -43,7 +43,7 @@ class PathQuery(NamedTuple):
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
-    """What the prompt would cost on a worker of either role, in the cheaper way, with or without a pull."""
+    """The cost of the prompt on a worker of either role, in the cheaper way, with or without a pull."""
 
     worker: KnownWorker
     total_s: float  # until the first token, and what others wait for it, added up
@@ -54,7 +54,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeCost(msgspec.Struct, frozen=True, gc=False):
-    """What the answer would cost on a decode worker."""
+    """The cost of the answer on a decode worker."""
 
     worker: KnownWorker
     total_s: float  # until its end
@@ -64,19 +64,19 @@ class DecodeCost(msgspec.Struct, frozen=True, gc=False):
 
 class _PathCost(msgspec.Struct, frozen=True, gc=False):
     after_s: float  # from the first token to the last, with the way to the second
-    reading: PrefillCost
-    answering: DecodeCost
+    prefill: PrefillCost
+    decode: DecodeCost
     transfer_s: float
 
     @property
     def total_s(self) -> float:
-        return self.reading.total_s + self.after_s
+        return self.prefill.total_s + self.after_s
 
 
 def cheapest_path(
     prefill: Sequence[KnownWorker],
     decode: Sequence[KnownWorker],
-    need: PathQuery,
+    query: PathQuery,
     *,
     left_out: LeftOut = NOBODY,
     decodes_alone: bool = True,
@@ -89,18 +89,20 @@ def cheapest_path(
     takes another. Raises NoPath where no decode worker is left.
     """
     source = None
-    if need.min_pull_tokens is not None:
-        source = best_source([*prefill, *decode], need.min_pull_tokens, left_out)
-    reading = [read(worker, need, source) for worker in able_to_prefill(prefill, need.num_tokens, left_out)]
-    answering = [answer(worker, need) for worker in able_to_decode(decode, need.num_tokens, left_out)]
-    best = _best_pair(need, reading, answering, turn)
+    if query.min_pull_tokens is not None:
+        source = best_source([*prefill, *decode], query.min_pull_tokens, left_out)
+    prefill_costs = [
+        prefill_cost(worker, query, source) for worker in able_to_prefill(prefill, query.num_tokens, left_out)
+    ]
+    decode_costs = [decode_cost(worker, query) for worker in able_to_decode(decode, query.num_tokens, left_out)]
+    best = _best_pair(query, prefill_costs, decode_costs, turn)
     if best is None or decodes_alone:
-        alone = [_PathCost(then.total_s, read(then.worker, need, source), then, 0.0) for then in answering]
+        alone = [_PathCost(then.total_s, prefill_cost(then.worker, query, source), then, 0.0) for then in decode_costs]
         # A pull may make others nearly as good as those that hold the prompt's beginning.
         quickest = _pick(
             alone,
             lambda one: one.total_s,
-            lambda one: (one.answering.worker.requests, -one.answering.worker.held),
+            lambda one: (one.decode.worker.requests, -one.decode.worker.cached_tokens),
             turn,
         )
         if best is None or quickest.total_s < best.total_s:
@@ -108,39 +110,39 @@ def cheapest_path(
     return _path(best, source)
 
 
-def read(worker: KnownWorker, need: PathQuery, source: KnownWorker | None) -> PrefillCost:
+def prefill_cost(worker: KnownWorker, query: PathQuery, source: KnownWorker | None) -> PrefillCost:
     """A prompt's cost on one worker, which can pull what `source` has of it."""
-    most = need.num_tokens - 1  # the last token is always computed: the next is drawn from it
-    held = worker.held if worker.held < most else most
-    queue_s = worker.queue_s(need.promise, need.classes)
-    new_tokens = need.num_tokens - held
-    prefill_s, cost_s = _computing(worker, new_tokens, held)
+    most = query.num_tokens - 1  # the last token is always computed: the next is drawn from it
+    cached_tokens = worker.cached_tokens if worker.cached_tokens < most else most
+    queue_s = worker.queue_s(query.promise, query.classes)
+    new_tokens = query.num_tokens - cached_tokens
+    prefill_s, cost_s = _computing(worker, new_tokens, cached_tokens)
     pull_s = 0.0
-    if source is not None and need.min_pull_tokens is not None:
-        offered = source.held if source.held < most else most
-        if offered - held >= need.min_pull_tokens and source.kind in worker.takes:
-            way_s = HOP_S + (offered - held) * worker.token_transfer_s
-            rest = need.num_tokens - offered
+    if source is not None and query.min_pull_tokens is not None:
+        offered = source.cached_tokens if source.cached_tokens < most else most
+        if offered - cached_tokens >= query.min_pull_tokens and source.kind in worker.takes:
+            way_s = HOP_S + (offered - cached_tokens) * worker.token_transfer_s
+            rest = query.num_tokens - offered
             rest_s, rest_cost_s = _computing(worker, rest, offered)
             if way_s + rest_cost_s < cost_s:
                 pull_s, prefill_s, cost_s, new_tokens = way_s, rest_s, way_s + rest_cost_s, rest
     return PrefillCost(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens)
 
 
-def cheapest_reader(
-    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], need: PathQuery, *, left_out: LeftOut, turn: int
+def cheapest_prefill(
+    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], query: PathQuery, *, left_out: LeftOut, turn: int
 ) -> Path:
-    """For a prompt after which nothing is written: the prefill worker that is through with it first.
+    """Return the path of a prompt that is only scored: the prefill worker that has it done first.
 
     Without a prefill worker, the decode worker that is. Of those that have not told their costs, and of equals, the one
     with the least work. Raises NoPath.
     """
-    able = able_to_prefill(prefill, need.num_tokens, left_out) or able_to_decode(decode, need.num_tokens, left_out)
-    choices = [read(worker, need, None) for worker in able]
+    able = able_to_prefill(prefill, query.num_tokens, left_out) or able_to_decode(decode, query.num_tokens, left_out)
+    choices = [prefill_cost(worker, query, None) for worker in able]
     best = _pick(
         choices,
         lambda one: one.total_s,
-        lambda one: (one.worker.queued_tokens(), one.worker.requests, -one.worker.held),
+        lambda one: (one.worker.queued_tokens(), one.worker.requests, -one.worker.cached_tokens),
         turn,
     )
     if not best.worker.token_s:
@@ -149,33 +151,33 @@ def cheapest_reader(
     return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens)
 
 
-def answer(worker: KnownWorker, need: PathQuery) -> DecodeCost:
+def decode_cost(worker: KnownWorker, query: PathQuery) -> DecodeCost:
     """The answer's cost on one decode worker.
 
     A slot is there where batch, blocks and everybody's time between tokens allow; else some request must end first. Of
     R requests one ends every (step x answer / R) seconds.
     """
-    step_s = worker.next_step_s + need.num_tokens * worker.context_s
+    step_s = worker.next_step_s + query.num_tokens * worker.context_s
     limit_s = worker.tightest_tpot_s
-    if need.promise.tpot_s is not None and need.promise.tpot_s < limit_s:
-        limit_s = need.promise.tpot_s
+    if query.promise.tpot_s is not None and query.promise.tpot_s < limit_s:
+        limit_s = query.promise.tpot_s
     too_many = max(
         worker.requests_over,
-        (need.num_tokens - worker.free_tokens) * worker.requests_per_token,
+        (query.num_tokens - worker.free_tokens) * worker.requests_per_token,
         (step_s - limit_s) * worker.requests_per_s,
     )
     slot_s = 0.0
     if too_many > 0:
-        slot_s = min(too_many, worker.requests) * worker.end_s * need.answer_tokens
-    return DecodeCost(worker, slot_s + need.answer_tokens * step_s, slot_s, step_s)
+        slot_s = min(too_many, worker.requests) * worker.end_s * query.answer_tokens
+    return DecodeCost(worker, slot_s + query.answer_tokens * step_s, slot_s, step_s)
 
 
-def transfer_s(worker: KnownWorker, need: PathQuery, *, hidden_s: float, last_tokens: float) -> float:
-    """What is left of the KV's transfer to a decode worker when a prefill of `hidden_s` ends.
+def transfer_s(worker: KnownWorker, query: PathQuery, *, hidden_s: float, last_tokens: float) -> float:
+    """Return the seconds left of the KV's transfer to a decode worker when a prefill of `hidden_s` ends.
 
     The last layer of the last `last_tokens` can't be hidden at all.
     """
-    missing = need.num_tokens - worker.held
+    missing = query.num_tokens - worker.cached_tokens
     last_s = min(missing, last_tokens) * worker.layer_transfer_s
     return HOP_S + max(missing * worker.token_transfer_s - hidden_s, last_s)
 
@@ -193,46 +195,44 @@ def _computing(worker: KnownWorker, new_tokens: int, before: int) -> tuple[float
 
 
 def _best_pair(
-    need: PathQuery, reading: Sequence[PrefillCost], answering: Sequence[DecodeCost], turn: int
+    query: PathQuery, prefill_costs: Sequence[PrefillCost], decode_costs: Sequence[DecodeCost], turn: int
 ) -> _PathCost | None:
     """A prefill and a decode worker. Decode workers of one kind are weighed together: the same can send to them."""
     best: _PathCost | None = None
-    for kind in dict.fromkeys(one.worker.kind for one in answering):
-        takers = [one for one in answering if one.worker.kind == kind and one.worker.takes]
-        senders = [one for one in reading if takers and one.worker.kind in takers[0].worker.takes]
+    for kind in dict.fromkeys(one.worker.kind for one in decode_costs):
+        takers = [one for one in decode_costs if one.worker.kind == kind and one.worker.takes]
+        senders = [one for one in prefill_costs if takers and one.worker.kind in takers[0].worker.takes]
         if not senders:
             continue
-        first = _pick(senders, lambda one: one.total_s, lambda one: (-one.worker.held,), turn)
+        first = _pick(senders, lambda one: one.total_s, lambda one: (-one.worker.cached_tokens,), turn)
         last_tokens = min(first.new_tokens, first.worker.chunk_tokens)
         choices: list[_PathCost] = []
         for then in takers:
-            sending_s = transfer_s(then.worker, need, hidden_s=first.prefill_s, last_tokens=last_tokens)
+            sending_s = transfer_s(then.worker, query, hidden_s=first.prefill_s, last_tokens=last_tokens)
             choices.append(_PathCost(sending_s + then.total_s, first, then, sending_s))
-        choice = _pick(
-            choices, lambda one: one.after_s, lambda one: (one.answering.worker.requests, one.transfer_s), turn
-        )
+        choice = _pick(choices, lambda one: one.after_s, lambda one: (one.decode.worker.requests, one.transfer_s), turn)
         if best is None or choice.total_s < best.total_s:
             best = choice
     return best
 
 
 def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
-    """With what is expected of it."""
-    reading, answering = choice.reading, choice.answering
+    """Return the path of a choice, with its estimate."""
+    prefill, decode = choice.prefill, choice.decode
     estimate = PathEstimate(
-        queue_s=reading.queue_s,
-        pull_s=reading.pull_s,
-        prefill_s=reading.prefill_s,
+        queue_s=prefill.queue_s,
+        pull_s=prefill.pull_s,
+        prefill_s=prefill.prefill_s,
         transfer_s=choice.transfer_s,
-        decode_slot_s=answering.slot_s,
-        step_s=answering.step_s,
+        decode_slot_s=decode.slot_s,
+        step_s=decode.step_s,
     )
     return Path(
-        prefill=None if reading.worker is answering.worker else reading.worker.info,
-        decode=answering.worker.info,
-        source=source.info if source is not None and reading.pull_s > 0 else None,
+        prefill=None if prefill.worker is decode.worker else prefill.worker.info,
+        decode=decode.worker.info,
+        source=source.info if source is not None and prefill.pull_s > 0 else None,
         estimate=estimate,
-        new_tokens=reading.new_tokens,
+        new_tokens=prefill.new_tokens,
     )
 
 
@@ -274,10 +274,10 @@ def with_source(
 
     It must hold `min_tokens` more than the puller, whatever the prompt's last token, which is computed in any case.
     """
-    target = next(one for one in workers if one.info.peer == path.reader.peer)
+    target = next(one for one in workers if one.info.peer == path.prompt_worker.peer)
     source = best_source([one for one in workers if one.kind in target.takes], min_tokens, left_out)
     most = num_tokens - 1
-    if source is None or min(source.held, most) - min(target.held, most) < min_tokens:
+    if source is None or min(source.cached_tokens, most) - min(target.cached_tokens, most) < min_tokens:
         return path
     return msgspec.structs.replace(path, source=source.info)
 
@@ -313,8 +313,8 @@ def able_to_decode(decode: Iterable[KnownWorker], num_tokens: int, left_out: Lef
 
 def best_source(workers: Iterable[KnownWorker], min_tokens: int, left_out: LeftOut) -> KnownWorker | None:
     """Whoever has most of the prompt, of either role, and of those the one with the fewest requests."""
-    able = [one for one in workers if one.held >= min_tokens and _tier(one, left_out) == AVAILABLE]
-    return max(able, key=lambda one: (one.held, -one.requests), default=None)
+    able = [one for one in workers if one.cached_tokens >= min_tokens and _tier(one, left_out) == AVAILABLE]
+    return max(able, key=lambda one: (one.cached_tokens, -one.requests), default=None)
 
 
 def _tier(worker: KnownWorker, left_out: LeftOut) -> int:

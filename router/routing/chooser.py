@@ -6,16 +6,16 @@ from typing import Literal
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply
+from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptEvent, DecodeDone, PrefillDone
 from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.cheapest_path import (
     PathQuery,
     cheapest_path,
-    cheapest_reader,
+    cheapest_prefill,
     leave_out,
     path_by_load,
     with_source,
@@ -27,16 +27,16 @@ Policy = Literal["kv_aware", "least_loaded", "round_robin"]
 
 
 class PathConfig(Section):
-    """How workers are chosen, and when prefixes are pulled."""
+    """The choice of workers, and pulls of prefixes."""
 
     policy: Policy = "kv_aware"
-    """How workers are chosen: by predicted time, counting what each has cached (docs/design/routing.md); by load
+    """Policy by which workers are chosen: by predicted time and cached tokens (docs/design/routing.md); by load
     alone; in turn. The other two are there to compare with."""
     decodes_alone: bool = True
-    """Whether a decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill
-    workers. With false decode workers read prompts only for want of a prefill worker."""
+    """A decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill workers.
+    With false decode workers compute prompts only for want of a prefill worker."""
     pulls: bool = True
-    """Whether prefixes are pulled from the worker that holds them, where another one is to read the prompt."""
+    """Prefixes are pulled from the worker that holds them, where another one is to compute the prompt."""
     pull_min_tokens: Count = 128
     """Tokens that a pull must spare to be asked for; what then comes is the workers' to take or decline
     (`min_pull_tokens`). Raise it where the wire is slow and prefill is fast."""
@@ -44,8 +44,8 @@ class PathConfig(Section):
     """Blocks of which a router remembers who holds them, at 100 to 150 bytes each; what is more is not known. More for
     fleets with more cache than that."""
     expected_s: Interval = 5.0
-    """What a router's own decisions lead to is counted on for so long, and twice as long at most, before the workers
-    have told of it."""
+    """Time for which a router counts on the outcome of its own decisions before workers report it; at most twice as
+    long."""
 
 
 FIRST_ANSWER_TOKENS = 100.0  # how long an answer is taken to be before any has ended
@@ -54,35 +54,31 @@ _LEAST_S = 1e-3  # until a first token, when paths are compared
 
 
 class PathChooser:
-    """One router replica's. `workers` tells who is there (Fleet.workers).
+    """Chooses for one router replica. `workers` returns the fleet's workers now; `follow` opens channels to them.
 
-    Listens to the channels, so it is to be made before those follow any worker.
+    `view` and `blocks` are kept up to date by the channels. Without `blocks` no worker's cache is known.
     """
 
     def __init__(
         self,
         *,
         workers: Callable[[], Sequence[WorkerInfo]],
-        channels: TokenChannels,
+        follow: Callable[[Sequence[WorkerInfo]], None],
+        view: FleetView,
+        blocks: BlockIndex | None,
         clock: Clock,
         config: PathConfig,
     ):
         self._workers = workers
-        self._channels = channels
+        self._follow_workers = follow
         self._clock = clock
         self._config = config
         self._min_pull_tokens = config.pull_min_tokens if config.pulls else None
-        self._view = FleetView(channels, clock)
-        self._cached: BlockIndex | None = None
-        if config.policy == "kv_aware":
-            self._cached = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
-        self._trials = CostProbes()
+        self._view = view
+        self._cached = blocks
+        self._cost_probes = CostProbes()
         self._turn = 0
         self._answer_tokens = FIRST_ANSWER_TOKENS
-        channels.listener.told = self._view.told
-        channels.listener.changed = self._view.changed
-        if self._cached is not None:
-            channels.listener.blocks = self._cached.heard
 
     @property
     def in_flight(self) -> int:
@@ -108,33 +104,33 @@ class PathChooser:
         self._look_up(request, sent)
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
         left_out = leave_out(failed, ejected)
-        need = self._need(request, sent)
+        query = self._query(request, sent)
         if request.reading is not None:
-            return cheapest_reader(prefill, decode, need, left_out=left_out, turn=self._turn)
+            return cheapest_prefill(prefill, decode, query, left_out=left_out, turn=self._turn)
         if self._cached is None or not self._view.knows_costs:
             turn = self._turn if self._config.policy == "round_robin" else None
-            path = path_by_load(prefill, decode, need.num_tokens, left_out=left_out, turn=turn)
-            if self._cached is None or need.min_pull_tokens is None:
+            path = path_by_load(prefill, decode, query.num_tokens, left_out=left_out, turn=turn)
+            if self._cached is None or query.min_pull_tokens is None:
                 return path
-            return with_source(path, self._view.workers, need.num_tokens, need.min_pull_tokens, left_out)
+            return with_source(path, self._view.workers, query.num_tokens, query.min_pull_tokens, left_out)
         best = cheapest_path(
-            prefill, decode, need, left_out=left_out, decodes_alone=self._config.decodes_alone, turn=self._turn
+            prefill, decode, query, left_out=left_out, decodes_alone=self._config.decodes_alone, turn=self._turn
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out
-        return self._trial(need, best) or best
+        return self._cost_probe(query, best) or best
 
     def is_quicker_by_a_pair(self, request: GenerateRequest, decode_worker: Peer, failed: Collection[Peer]) -> bool:
-        """Whether with some prefill worker the first token comes in half the time that the decode worker needs."""
+        """Return whether some prefill worker gives the first token in half the time that the decode worker needs."""
         self._view.refresh()
         if not self._view.knows_costs:
             return False
         self._look_up(request, ())
         own = [one for one in self._view.of_role["decode"] if one.info.peer == decode_worker]
-        prefill, need = self._view.of_role["prefill"], self._need(request, ())
+        prefill, query = self._view.of_role["prefill"], self._query(request, ())
         try:
-            alone = cheapest_path([], own, need)
-            pair = cheapest_path(prefill, own, need, left_out=leave_out(failed, ()), decodes_alone=False)
+            alone = cheapest_path([], own, query)
+            pair = cheapest_path(prefill, own, query, left_out=leave_out(failed, ()), decodes_alone=False)
         except NoPath:
             return False
         if pair.prefill is None or pair.estimate is None or alone.estimate is None:
@@ -150,30 +146,27 @@ class PathChooser:
         places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
         if path.prefill is not None:
             places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
-            self._trials.worked(path.prefill.peer, new_tokens, self._clock())
+            self._cost_probes.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
-        self._expect(path.reader, request, sent)
+        self._expect(path.prompt_worker, request, sent)
         return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
 
-    # --- what came of it ---
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Learn how long pulls and answers are, and where the KV of an answer lies."""
+        path = attempt.path
+        match event:
+            case PrefillDone(_, reply, num_tokens) if path.estimate is not None:
+                took_s = reply.prefill_s - path.estimate.prefill_s
+                self._learn_pull(path, num_tokens, reply.num_cached_tokens, took_s)
+            case DecodeDone(reply, num_tokens) if path.prefill is None and reply.transfer_s > 0:
+                # Without a transfer the prefix that was to be pulled was there already.
+                self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
+            case AttemptEnded(has_decoded=True):
+                sent = attempt.sent  # the decode worker holds the KV of all but the last token
+                self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
+                self._expect(path.decode, attempt.request, sent[:-1])
 
-    def prefilled(self, path: Path, num_tokens: int, reply: PrefillReply) -> None:
-        """The path's prefill worker has read its `num_tokens` tokens."""
-        if path.estimate is not None:
-            took_s = reply.prefill_s - path.estimate.prefill_s
-            self._learn_pull(path, num_tokens, reply.num_cached_tokens, took_s)
-
-    def decoded(self, path: Path, num_tokens: int, reply: DecodeReply) -> None:
-        """The path's decode worker has read its `num_tokens` tokens itself, and written the answer."""
-        if reply.transfer_s > 0:  # else what it was to pull was there already
-            self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
-
-    def answered(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> None:
-        """The answer `sent` has ended on the path: its decode worker holds all but the last token's KV."""
-        self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
-        self._expect(path.decode, request, sent[:-1])
-
-    def _need(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:
+    def _query(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:
         return PathQuery(
             num_tokens=len(request.token_ids) + len(sent),
             answer_tokens=max(1.0, min(self._answer_tokens, request.max_tokens - len(sent))),
@@ -184,43 +177,43 @@ class PathChooser:
 
     def _follow(self) -> None:
         infos = self._workers()
-        self._channels.follow(infos)
+        self._follow_workers(infos)
         if self._view.follow(infos):
-            self._trials.keep(infos, self._clock())
+            self._cost_probes.keep(infos, self._clock())
             if self._cached is not None:
                 self._cached.keep({info.peer for info in infos})
 
     def _look_up(self, request: GenerateRequest, sent: Sequence[int]) -> None:
         """Set what each worker has of the prompt."""
         if self._cached is not None:
-            tokens = self._cached.held(self._view.infos, request, sent)
+            tokens = self._cached.cached_tokens(self._view.infos, request, sent)
             if request.reading is not None and request.reading.needs_all:
                 tokens = [0] * len(tokens)
-            for worker, held in zip(self._view.workers, tokens, strict=True):
-                worker.held = held
+            for worker, cached_tokens in zip(self._view.workers, tokens, strict=True):
+                worker.cached_tokens = cached_tokens
 
-    def _trial(self, need: PathQuery, best: Path) -> Path | None:
+    def _cost_probe(self, query: PathQuery, best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one."""
         now = self._clock()
         prefill, decode = self._view.of_role["prefill"], self._view.of_role["decode"]
-        worker = self._trials.candidate(prefill, need.num_tokens, now)
-        if worker is None or best.estimate is None or best.reader.peer == worker:
+        worker = self._cost_probes.candidate(prefill, query.num_tokens, now)
+        if worker is None or best.estimate is None or best.prompt_worker.peer == worker:
             return None
         alone = [one for one in prefill if one.info.peer == worker]
-        path = cheapest_path(alone, decode, need, decodes_alone=False, turn=self._turn)
+        path = cheapest_path(alone, decode, query, decodes_alone=False, turn=self._turn)
         if path.prefill is None or path.estimate is None:
             return None
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
-        if not self._trials.is_due(worker, need.num_tokens, slower, now):
+        if not self._cost_probes.is_due(worker, query.num_tokens, slower, now):
             return None
-        return msgspec.structs.replace(path, is_trial=True)
+        return msgspec.structs.replace(path, is_cost_probe=True)
 
     def _learn_pull(self, path: Path, num_tokens: int, num_cached_tokens: int, took_s: float) -> None:
-        """Of a pull that came, learn how long it took."""
+        """Learn how long a pull that came took."""
         if path.estimate is None or path.estimate.pull_s == 0 or path.new_tokens is None:
             return
         if num_cached_tokens >= num_tokens - path.new_tokens:
-            self._view.rates.pulled(path.reader.peer, expected_s=path.estimate.pull_s, took_s=took_s)
+            self._view.rates.pulled(path.prompt_worker.peer, expected_s=path.estimate.pull_s, took_s=took_s)
 
     def _expect(self, worker: WorkerInfo, request: GenerateRequest, sent: Sequence[int]) -> None:
         if self._cached is not None:
@@ -228,7 +221,7 @@ class PathChooser:
 
 
 def _first_token_s(estimate: PathEstimate) -> float:
-    """Until the first token is computed and the second can be."""
+    """Return the seconds until the first token is computed and the second can be."""
     return estimate.ttft_s + estimate.transfer_s
 
 
@@ -238,11 +231,11 @@ _NUM_LENGTHS = 12  # by powers of 4
 
 
 class CostProbes:
-    """Which idle prefill worker is to be tried against its costs.
+    """Picks the idle prefill worker that gets a request to check its costs.
 
     What a worker has fitted may be wrong, or of a time when its machine was slow. If it is thought slow, nothing is
     sent there, and it learns nothing better. So a worker that has had no prompt of some length for long gets one: where
-    it is thought as quick as others after `TRY_S`, where it is thought k times as slow after k times that. What trials
+    it is thought as quick as others after `TRY_S`, where it is thought k times as slow after k times that. What probes
     cost the requests that they are made with is then the same little part of all time, however wrong or right the
     costs are.
     """
@@ -277,7 +270,7 @@ class CostProbes:
         return min(due, key=lambda peer: self._last[peer][length], default=None)
 
     def is_due(self, worker: Peer, num_tokens: int, slower: float, now: float) -> bool:
-        """Whether the candidate, which is thought `slower` times as slow as the best path, is to be tried now."""
+        """Return whether the candidate, thought `slower` times as slow as the best path, is to be tried now."""
         length = _length(num_tokens)
         self._due[worker][length] = self._last[worker][length] + TRY_S * max(1.0, slower)
         return self._due[worker][length] <= now

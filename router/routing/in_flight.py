@@ -1,4 +1,4 @@
-"""What this router replica has under way at each worker: exact, and newer than the workers' own numbers.
+"""The work that this router replica has at each worker: exact, and newer than the workers' own numbers.
 
 A worker's numbers tell of all routers' requests, but are a moment old. `WorkerLoad.joined` joins the two without
 counting work twice.
@@ -12,12 +12,20 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Peer
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    FirstToken,
+    PrefillEnded,
+    ScoreDone,
+)
 
 _DELIVERY_S = 0.05  # a call takes so long to reach a worker: until then its numbers don't count the request in
 
 
 class Place(msgspec.Struct, frozen=True, eq=False):
-    """What one request is to a worker."""
+    """The work of one request at one worker."""
 
     worker: Peer
     prompt_tokens: int  # to be computed there
@@ -51,7 +59,7 @@ class WorkerLoad:
 
     @staticmethod
     def joined(told_by_worker: float, now: float, told: float, since: float) -> float:
-        """What is there now, of what the worker told of when this router's part was `told`.
+        """Return the present amount, from the worker's number and this router's part of it (`told`).
 
         Others' part is what was more than that. No more can be there than was, with what came since: requests that
         ended, or got on, are out of the worker's number before this router hears of it.
@@ -93,6 +101,16 @@ class Hold:
             if place is not None:
                 self._counts._leave(place)
 
+    def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
+        """Give up places as soon as their work is done."""
+        match event:
+            case FirstToken() | ScoreDone():
+                self.prompt_computed()
+            case PrefillEnded() if attempt.path.prefill is not None:
+                self.release(attempt.path.prefill.peer)
+            case AttemptEnded():
+                self.release()
+
     def prompt_computed(self) -> None:
         """The first token has come: no worker has to compute the prompt any more. May be called more than once."""
         if self._when_computed is None:
@@ -125,8 +143,8 @@ class InFlight:
         """All places held: 0 when idle."""
         return self._total
 
-    def told(self, worker: Peer) -> None:
-        """The worker has just told its numbers."""
+    def on_stats(self, worker: Peer) -> None:
+        """Note that the worker has just sent its numbers, which count in what it had under way."""
         load = self._loads.get(worker)
         if load is None:
             return

@@ -1,4 +1,4 @@
-"""What this router knows of each worker, kept ready for the next decision.
+"""The state of each worker as this router knows it, kept ready for the next decision.
 
 What a decision needs of a worker and does not depend on the request is computed when the worker tells something, and
 anew before a decision only where this router has sent something there, or taken something back, since.
@@ -11,7 +11,6 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import TYPICAL_TOKENS, incompatibility
 from twostroke.protocol.requests import Peer, Promise
 from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, typical
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.routing.in_flight import InFlight, WorkerLoad
 
 AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
@@ -31,7 +30,7 @@ class KnownWorker:
     kind: int  # of its KV: workers of one kind are alike
     takes: frozenset[int]  # kinds of KV that can come here
     tier: int = AVAILABLE
-    held: int = 0  # tokens of the beginning of the prompt that a path is chosen for
+    cached_tokens: int = 0  # tokens of the beginning of the prompt that a path is chosen for
     # What it has to do, and room for.
     requests: float = 0.0
     queued: dict[str, float] = field(default_factory=dict)  # prompt tokens to be computed, by class
@@ -57,7 +56,7 @@ class KnownWorker:
     end_s: float = 0.0  # until one of them ends, for each token of their answers
 
     def queued_tokens(self) -> float:
-        """Of all classes."""
+        """Return the prompt tokens that wait, of all classes."""
         return sum(self.queued.values())
 
     def update(
@@ -111,7 +110,7 @@ class KnownWorker:
         self.end_s = (costs.reading_s(decoding) + rows_s) / max(self.requests, 1.0)
 
     def queue_s(self, promise: Promise, classes: "Classes") -> float:
-        """How long a new prompt with this promise waits for those that go first.
+        """Return how long a new prompt with this promise waits for those that go first.
 
         Those are all of equal or higher priority; lower classes that wait keep their share of the worker meanwhile. A
         class with a share of its own waits no longer than that takes for the class's own prompts.
@@ -153,19 +152,20 @@ Classes = dict[str, tuple[int, float]]
 
 
 class FleetView:
-    """All workers. Hears of changes through `told` and `changed`."""
+    """All workers, kept up to date by `on_stats` and `on_connection`, and by this router's own work (`in_flight`)."""
 
-    def __init__(self, channels: TokenChannels, clock: Clock):
-        self._channels = channels
+    def __init__(self, clock: Clock):
         self._clock = clock
-        self.in_flight = InFlight(clock, self.changed)
+        self._stats: dict[Peer, WorkerStats] = {}  # the latest of each worker whose channel is up
+        self._down: set[Peer] = set()  # workers whose channel is broken
+        self.in_flight = InFlight(clock, self._mark)
         self.rates = LinkRates()
         self.classes: Classes = {}
         self.of_role: dict[Role, list[KnownWorker]] = {role: [] for role in ROLES}
         self.workers: list[KnownWorker] = []
         """Prefill workers first."""
         self.infos: list[WorkerInfo] = []
-        """Of `workers`, in their order."""
+        """The infos of `workers`, in their order."""
         self._followed: list[WorkerInfo] = []
         self._known: dict[Peer, KnownWorker] = {}
         self._changed: set[Peer] = set()
@@ -185,14 +185,16 @@ class FleetView:
         self._known = {worker.info.peer: worker for worker in self.workers}
         self.in_flight.keep(self._known.keys())
         self.rates.keep(self._known.keys())
+        self._down &= self._known.keys()
         self._changed = set(self._known)
         self._find_typical()
         return True
 
-    def told(self, peer: Peer, stats: WorkerStats) -> None:
-        """The worker has told its numbers: they are taken in now, not when a request waits for it."""
-        self.in_flight.told(peer)
-        self.rates.told(peer, stats)
+    def on_stats(self, peer: Peer, stats: WorkerStats) -> None:
+        """Take in the worker's new numbers at once, not when a request waits for that."""
+        self._stats[peer] = stats
+        self.in_flight.on_stats(peer)
+        self.rates.on_stats(peer, stats)
         worker = self._known.get(peer)
         if worker is None:
             return
@@ -202,9 +204,14 @@ class FleetView:
         self._update(worker)
         self._changed.discard(peer)
 
-    def changed(self, peer: Peer) -> None:
-        """The worker's channel has come or gone, or this router's work there has changed."""
-        self._changed.add(peer)
+    def on_connection(self, peer: Peer, is_up: bool) -> None:
+        """Note that the worker's channel has come up or dropped; its numbers count no more without a channel."""
+        if is_up:
+            self._down.discard(peer)
+        else:
+            self._down.add(peer)
+            self._stats.pop(peer, None)
+        self._mark(peer)
 
     def refresh(self) -> None:
         """Take in what has changed since the last decision."""
@@ -216,8 +223,11 @@ class FleetView:
 
     @property
     def knows_costs(self) -> bool:
-        """Whether some worker of each role that is there has told what its steps cost."""
+        """Return whether a worker of each role that is there has reported its step costs."""
         return all(role in self._typical or not self.of_role[role] for role in ROLES)
+
+    def _mark(self, peer: Peer) -> None:
+        self._changed.add(peer)
 
     def _find_typical(self) -> None:
         """The typical costs of each role, of those that its workers have told; who has told none is given them."""
@@ -230,17 +240,17 @@ class FleetView:
                 self._changed.update(peer for peer, own in told.items() if own is None)
 
     def _costs_of(self, worker: KnownWorker) -> StepCosts | None:
-        stats = self._channels.stats(worker.info.peer)
+        stats = self._stats.get(worker.info.peer)
         return None if stats is None else stats.costs
 
     def _update(self, worker: KnownWorker) -> None:
         peer = worker.info.peer
         worker.update(
-            self._channels.stats(peer),
+            self._stats.get(peer),
             self.in_flight.load(peer),
             self._costs_of(worker) or self._typical.get(worker.info.role),
             self.classes,
-            tier=UNWELCOME if self._channels.is_down(peer) else AVAILABLE,
+            tier=UNWELCOME if peer in self._down else AVAILABLE,
             bytes_per_s=self.rates.of(peer),
         )
 
@@ -269,7 +279,7 @@ _LEAST_BYTES = 1 << 16  # transfers of less measure round trips
 
 
 class LinkRates:
-    """How fast KV comes to each worker, in bytes a second, learnt from what transfers took.
+    """The rate at which KV comes to each worker, in bytes a second, learnt from transfers.
 
     Most transfers wait for prefill rather than for the wire, so what workers count is a lower bound of their links'
     rate. Pulled prefixes are all ready when they begin: what they took is the rate.
@@ -283,8 +293,8 @@ class LinkRates:
         """Into and out of `worker`."""
         return self._rates.get(worker, FIRST_GUESS)
 
-    def told(self, worker: Peer, stats: WorkerStats) -> None:
-        """The worker has told its numbers."""
+    def on_stats(self, worker: Peer, stats: WorkerStats) -> None:
+        """Learn from the transfers that the worker has counted since its last numbers."""
         num_bytes, seconds = self._counted.get(worker, (0, 0.0))
         new_bytes, new_seconds = stats.transfer_bytes - num_bytes, stats.transfer_seconds - seconds
         self._counted[worker] = stats.transfer_bytes, stats.transfer_seconds

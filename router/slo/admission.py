@@ -1,14 +1,17 @@
-"""Who is let in: a request that would break its own promise, or those of others, is refused at once (429).
+"""Admission: a request that would break its own promise, or those of others, is refused at once (429).
 
 Pure: an estimate of the path's times goes in, a decision comes out; the clock is injected. `Pipeline` asks once for
-each request, when its path is held and nothing has been sent yet.
+each request, when its path is held and nothing has been sent yet. Six heuristics decide, each with its test in
+tests/router/slo/test_admission.py:
 
-- What is predicted is corrected by what came of earlier predictions (`attainment.py`).
-- What classes of a higher priority will take meanwhile is taken off: a worker of whose time they want the part `rho`
-  has 1 - rho left for others, and never less for a class than its share.
-- Steps are never let become slower than the classes of a higher priority need them, which may come at any time.
-- Some of every limit is kept free, for higher classes and for classes below their share: so the lowest is shed first
-  and none starves.
+1. Correction (`attainment.py`): predictions are multiplied by how wrong earlier ones were.
+2. Higher classes first (`_prompt_s`): a worker of whose time higher classes want the part rho has 1 - rho left for a
+   prompt, but never less for a class than its share; other routers' prompts of the last moment are added.
+3. Steps for higher classes (`_slow_steps`): steps never become slower than classes of a higher priority, which may come
+   at any time, need them.
+4. Reserve (`_kept_free`): a part of every limit is kept for higher classes and for classes below their share.
+5. Hysteresis (`_kept_free`): a class that was refused gets in again only some way below its limit.
+6. Probes (`_is_probe`): after a while without an admission one request is let in against all predictions.
 """
 
 import math
@@ -26,21 +29,33 @@ from twostroke.router.slo.attainment import ClassHistory, Correction
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import DecayingSum
 
-RESERVE = 0.15  # of every limit, for higher classes and for those below their share
-HYSTERESIS = 0.1  # of every limit: a class that was refused gets in only this far below, so that it doesn't flap
-PROBE_S = 2.0  # nothing was admitted for so long: predictions may be wrong, or a share was not given
-PRESSED_S = 2.0  # so long after its last refusal a class counts as waiting for its share
+RESERVE = 0.15
+"""Part of every limit that is kept for higher classes and for classes below their share."""
+HIGHER_FOR_FULL_RESERVE = 1 / 3
+"""Part of the offered requests that are of higher classes from which on the whole reserve is kept."""
+HYSTERESIS = 0.1
+"""Part of every limit below which a refused class gets in again, so that it does not flap."""
+PROBE_S = 2.0
+"""Time without any admission after which one is let in: predictions may be wrong, or a share was not given."""
+PRESSED_S = 2.0
+"""Seconds after its last refusal for which a class counts as waiting for its share."""
 LEAST_AVAILABLE = 0.05
-_ASKED_LATELY = 0.5  # requests, fading
+"""Least part of a worker that is taken to be left for a class, whatever higher classes want."""
 MOST_RETRY_AFTER_S = 60
-WANTED_S = 4.0  # a wish is remembered: longer, and idle workers refuse lower classes for long after an overload
-BLIND_S = 0.5  # between a worker's stats: what was sent meanwhile, they don't tell of
+WANTED_S = 4.0
+"""Seconds for which a wanted prompt counts. With more, idle workers refuse lower classes for long after an overload."""
+BLIND_S = 0.5
+"""Time between two reports of a worker's numbers, in which they don't count what was sent."""
+_OFFERED_LATELY = 0.5
+"""Requests, fading, from which on a class counts as in use."""
+_LEAST_WORK_S = 1e-6
+"""Work below which a worker's load is forgotten."""
 
 Stats = Callable[[Peer], WorkerStats | None]
 
 
 Limit = Literal["ttft", "tpot", "queue"]
-"""What would be broken: a promised time to the first token or between tokens, or what of a queue is endless."""
+"""The limit that a request would break: promised time to first token, promised time per token, or the longest queue."""
 
 
 class Overloaded(RequestError):
@@ -53,7 +68,7 @@ class Overloaded(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """Why a request is not let in, and how long the path needs to be able to, if nobody else comes."""
+    """The reason of a refusal, and the time that the path needs to take the request if no other comes."""
 
     limit: Limit
     reason: str
@@ -61,7 +76,7 @@ class _Fault:
 
 
 class PromptLoad:
-    """What one router asks of one worker that computes prompts, by class, in seconds of prompts."""
+    """One router's demand on one worker that computes prompts, by class, in seconds of prompts."""
 
     def __init__(self) -> None:
         self._wanted: dict[int, DecayingSum] = defaultdict(lambda: DecayingSum(WANTED_S))  # by priority
@@ -88,8 +103,8 @@ class PromptLoad:
         return sum(one.value(now) for one in self._unseen.values())
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether nothing has been wanted of it for long."""
-        return all(one.value(now) < 1e-6 for one in self._wanted.values())
+        """Return whether nothing has been wanted of it for long."""
+        return all(one.value(now) < _LEAST_WORK_S for one in self._wanted.values())
 
 
 class Admission:
@@ -174,14 +189,14 @@ class Admission:
         return None if is_idle else self._slow_steps(request, path, estimate, history, part)
 
     def _is_idle(self, path: Path, estimate: PathEstimate) -> bool:
-        """Whether the request would have the path to itself: no better time will come for it."""
+        """Return whether the request would have the path to itself: no better time will come for it."""
         stats = self._stats(path.decode.peer)
         return estimate.queue_s == 0 and stats is not None and stats.num_running + stats.num_waiting == 0
 
     def _slow_steps(
         self, request: GenerateRequest, path: Path, estimate: PathEstimate, history: ClassHistory, part: float
     ) -> _Fault | None:
-        """Whether tokens would come too slowly: this request's, or those of requests that run already."""
+        """Return a fault where tokens would come too slowly: this request's, or those of requests that run already."""
         stats = self._stats(path.decode.peer)
         limits: list[tuple[float, float]] = []  # predicted, allowed
         num_outputs = history.expected_output(request.max_tokens)
@@ -208,7 +223,7 @@ class Admission:
             return 0.0
         offered = sum(one.offered.value(now) for one in self._classes.values())
         higher = sum(one.offered.value(now) for one in self._classes.values() if one.priority > promise.priority)
-        reserve = RESERVE * min(1.0, 3 * higher / offered) if offered > 0 else 0.0
+        reserve = RESERVE * min(1.0, higher / offered / HIGHER_FOR_FULL_RESERVE) if offered > 0 else 0.0
         for other in self._classes.values():
             if other is not history and self._is_below_share(other, now) and now - other.refused_at < PRESSED_S:
                 reserve = RESERVE
@@ -219,12 +234,12 @@ class Admission:
         return history.tokens.value(now) < history.share * tokens
 
     def _is_probe(self, fault: _Fault, path: Path, estimate: PathEstimate, history: ClassHistory, now: float) -> bool:
-        """Whether it is let in against all predictions: else a wrong one, or higher classes, could shut it out.
+        """Return whether it is let in despite all predictions: wrong ones, or higher classes, could shut it out.
 
         A worker that is thought too slow even for a prompt alone is tried though others let in what they can: with
         nothing to do it would never learn better.
         """
-        if path.is_trial and fault.limit == "ttft":
+        if path.is_cost_probe and fault.limit == "ttft":
             return True
         if fault.clears_in_s == math.inf and self._untried_s(path, estimate, now) <= 0:
             return True
@@ -232,18 +247,18 @@ class Admission:
         return now - since > max(PROBE_S, 2 * estimate.ttft_s)
 
     def _untried_s(self, path: Path, estimate: PathEstimate, now: float) -> float:
-        """Until the path is tried with a prompt that is thought to take too long even alone."""
+        """Return the seconds until the path is tried with a prompt that is thought to take too long even alone."""
         tried_s = now - self._load(path, now).sent_at
         return max(estimate.queue_s, max(PROBE_S, 2 * estimate.prefill_s) - tried_s)
 
     def _prompt_s(self, request: GenerateRequest, path: Path, estimate: PathEstimate, now: float) -> float:
-        """Until the prompt is computed, with all that will come before it."""
+        """Return the seconds until the prompt is computed, with all that will come before it."""
         promise, load = request.promise, self._load(path, now)
         # Each of the other routers has probably sent as much as this one has, and the worker's stats don't tell of it.
         unseen_s = (self._num_routers - 1) * load.unseen_s(now)
         left = max(1.0 - load.wanted_above(promise.priority, now), LEAST_AVAILABLE)
         predicted_s = (estimate.queue_s + unseen_s + estimate.prefill_s) / left
-        stats = self._stats(path.reader.peer)
+        stats = self._stats(path.prompt_worker.peer)
         if promise.share == 0 or stats is None:
             return predicted_s
         # Whatever higher classes want, prompts of its own class go on at their share of the worker.
@@ -260,11 +275,11 @@ class Admission:
             for one in self._config.classes
             if one.priority > promise.priority
             and one.tpot_s is not None
-            and self._classes[one.name].offered.value(now) > _ASKED_LATELY
+            and self._classes[one.name].offered.value(now) > _OFFERED_LATELY
         ]
 
     def _load(self, path: Path, now: float) -> PromptLoad:
-        worker = path.reader.peer
+        worker = path.prompt_worker.peer
         if worker not in self._loads:
             for other, load in list(self._loads.items()):  # workers come and go: none stays behind
                 if load.is_forgotten(now):

@@ -1,4 +1,4 @@
-"""What promises came to, and how wrong predictions have been: for metrics, and for the next admissions. Pure.
+"""SLO attainment and the errors of predictions: for metrics, and for the next admissions. Pure.
 
 `verdict_of` says whether a request got what it was promised, `SLOAttainment` which part of each class did. `Correction`
 makes the next predictions right nine times out of ten, `ClassHistory` is what a class has asked for and got lately.
@@ -14,11 +14,11 @@ from twostroke.router.slo.demand import DecayingSum
 SLOVerdict = Literal["met", "missed", "refused"]
 
 ATTAINMENT_S = 120.0
-"""How far back `SLOAttainment.of` looks, fading."""
+"""Seconds over which `SLOAttainment.of` fades."""
 
 
 def verdict_of(promise: Promise, ttft_s: float | None, tpot_s: float | None) -> SLOVerdict:
-    """Whether a request that has ended came in time. One that failed without its first token did not."""
+    """Return whether a request that has ended met its promises. One that failed without its first token did not."""
     if promise.ttft_left_s is not None and (ttft_s is None or ttft_s > promise.ttft_left_s):
         return "missed"
     if promise.tpot_s is not None and tpot_s is not None and tpot_s > promise.tpot_s:
@@ -27,7 +27,7 @@ def verdict_of(promise: Promise, ttft_s: float | None, tpot_s: float | None) -> 
 
 
 class SLOAttainment:
-    """Of all requests, refused and failed ones included: the part that met both of its promises, by class."""
+    """The part of requests, refused and failed ones included, that met both promises, by class."""
 
     def __init__(self) -> None:
         self._met: dict[str, DecayingSum] = {}
@@ -39,7 +39,7 @@ class SLOAttainment:
         self._all.setdefault(class_name, DecayingSum(ATTAINMENT_S)).add(1.0, now)
 
     def of(self, class_name: str, now: float) -> float:
-        """Of the last minutes, 0 to 1; 1 where nobody asked."""
+        """Return the attainment over the last minutes, 0 to 1; 1 where there were no requests."""
         if class_name not in self._all:
             return 1.0
         asked = self._all[class_name].value(now)
@@ -54,7 +54,7 @@ _PART_OF_LIMIT = 0.25
 
 
 class Correction:
-    """How wrong predictions have been lately, of one kind of time, of the requests of one class.
+    """The recent error of predictions of one kind of time for one class.
 
     The mean of actual over predicted times alone would be too short for every second request; like TCP's timers (RFC
     6298), some deviations are added to it. Times that are short against the limit are dominated by what no cost model
@@ -83,7 +83,7 @@ class Correction:
         return min(max(mean + _DEVIATIONS * deviation, LEAST), MOST)
 
     def corrected(self, predicted_s: float, limit_s: float, now: float) -> float:
-        """What nine requests out of ten will stay below."""
+        """Return the time that nine requests out of ten will stay below."""
         added = _PART_OF_LIMIT * limit_s
         return (predicted_s + added) * self.factor(now) - added
 
@@ -104,7 +104,7 @@ def _lately() -> DecayingSum:
 
 @dataclass(slots=True)
 class ClassHistory:
-    """Of one class. `admission.py` reads and writes it."""
+    """The recent history of one class, which `admission.py` keeps."""
 
     priority: int
     share: float
@@ -129,6 +129,6 @@ class ClassHistory:
         self.mean_output += _OUTPUT_GAIN * (num_tokens - self.mean_output)
 
     def backlog_s(self, now: float) -> float:
-        """How long those refused before the newest would take at the pace of those that were let in lately."""
+        """Return the time that earlier refused requests would take at the pace of those admitted lately."""
         refused = self.offered.value(now) - self.admitted.value(now) - 1
         return max(0.0, refused) * MEMORY_S / (self.admitted.value(now) + 1)

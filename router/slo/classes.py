@@ -24,14 +24,14 @@ class SLOClass(Section):
     name: str
     """Letters, digits, `-` and `_`; what requests name in `service_tier` or `x-slo-class`."""
     ttft_s: PositiveFloat | None = None
-    """To the first token; null: nothing is promised, so nothing is refused for being late."""
+    """Promised time to first token; null: nothing is promised, so nothing is refused for being late."""
     tpot_s: PositiveFloat | None = None
     """Mean time between tokens after the first; the tightest that runs limits a decode worker's batch."""
     priority: Annotated[int, Ge(-MOST_PRIORITY), Le(MOST_PRIORITY)] = 0
     """A class with a higher one goes first, gives way last, and is shed last."""
     share: Annotated[float, Ge(0), Lt(1)] = 0.0
-    """Of the workers' tokens that the class gets even where higher classes want all of them; 0: it may get nothing
-    then. All together 1 at most."""
+    """Share of the workers' tokens that the class gets even where higher classes want all of them; 0: it may get
+    nothing then. All together 1 at most."""
 
     @field_validator("name")
     @classmethod
@@ -42,13 +42,13 @@ class SLOClass(Section):
 
 
 class SLOConfig(Section):
-    """What is promised to whom, and refused where it can't be kept (docs/slo-classes.md).
+    """SLO classes and admission (docs/slo-classes.md).
 
     Without classes there is one, `standard`, that promises nothing.
     """
 
     classes: tuple[SLOClass, ...] = Field(default=(SLOClass(name=STANDARD),), strict=False)
-    """Who may be promised what."""
+    """The SLO classes."""
     default: str | None = None
     """The class of requests that name none, and whose API key has none; null: the first."""
     admission: bool = True
@@ -80,7 +80,7 @@ class SLOConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether anybody has said anything of classes."""
+        """Return whether classes are configured."""
         return [one.name for one in self.classes] != [STANDARD]
 
 
@@ -91,11 +91,11 @@ PRIORITY_HEADER = "x-slo-priority"
 
 MOST_MS = 3_600_000.0
 MOST_ASKED_PRIORITY = 100
-"""Of a request, either way; it is added to that of its class."""
+"""Largest priority, in either direction, that a request may add to that of its class."""
 
 _DEFAULT_TIERS = ("auto", "default")
-"""Of the tiers that OpenAI's clients send, these mean the request's default class; `flex` means the class of the lowest
-priority, `priority` that of the highest. A class of such a name goes first.
+"""Service tiers of OpenAI's clients that mean the default class. `flex` means the class of the lowest priority,
+`priority` that of the highest. A class of such a name goes first.
 """
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the whole server, as one router sees it: for whoever decides how many workers there are.
+"""The demand on the whole server, as one router sees it, for the autoscaler.
 
 Counts what *arrives*, also what is turned away: what was served tells of the workers that there are, not of those that
 there should be. All numbers are flat, since that is how they travel; several routers' counters add up, and what each
@@ -41,7 +41,7 @@ class Demand:
         self._asked_at[request.promise.class_name] = self._clock()
 
     def turned_away(self, num_choices: int) -> None:
-        """So many are refused before anybody has looked at their prompts: they are taken to be like the others."""
+        """Count choices that are refused before their prompts are known: they are taken to be like the others."""
         counts = self._counts
         if counts["requests"]:
             self._count_pairs(num_choices * counts["prompt_pairs"] / counts["requests"])
@@ -76,7 +76,7 @@ class Demand:
 
 
 def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str, float]:
-    """What the workers that can take requests tell, summed up by role; names begin with the role and a dot.
+    """Return the numbers of the workers that can take requests, summed up by role; names begin with the role and a dot.
 
     `base_s` and the other costs are those of the worker in the middle; they are absent while no worker knows its own.
     """
@@ -89,7 +89,7 @@ def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str
 
 
 def _tokens(blocks: Iterable[tuple[int, WorkerInfo]]) -> float:
-    """How many tokens of typical requests so many blocks hold."""
+    """Return the tokens of typical requests that so many blocks hold."""
     return float(sum(count * info.layout.groups.tokens_a_block(info.layout.block_size) for count, info in blocks))
 
 
@@ -137,11 +137,11 @@ class DecayingSum:
         self._at = now
 
     def value(self, now: float) -> float:
-        """What is left of all that was added."""
+        """Return what is left of all that was added."""
         return self._value * math.exp(min(0.0, self._at - now) / self._memory_s)
 
     def rate(self, now: float) -> float:
-        """What has come a second, over the last `memory_s` or so; at first, over what time there has been."""
+        """Return the rate a second over the last `memory_s` or so; at first, over the time that has passed."""
         if self._began is None:
             return 0.0
         remembered = 1.0 - math.exp(-max(now - self._began, _LEAST_S) / self._memory_s)

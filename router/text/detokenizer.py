@@ -8,12 +8,12 @@ from twostroke.router.text.tokenizer import TextTokenizer
 
 _REPLACEMENT = "�"
 _LONGEST_REST = 3
-"""So many bytes at most complete a character that has begun; a token has one at least."""
+"""Most bytes that complete a character that has begun; a token has one at least."""
 _MAX_HELD = 8
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies: tokens are bytes, and an incremental UTF-8 decoder holds back half a character."""
+    """Detokenizer for byte-level vocabularies: an incremental UTF-8 decoder holds back half a character."""
 
     def __init__(self, tokenizer: TextTokenizer, *, shows_special: bool = False):
         self._tokenizer = tokenizer
@@ -27,12 +27,12 @@ class ByteDetokenizer:
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any other vocabulary (sentencepiece with byte fallback, say).
+    """Detokenizer for any other vocabulary, for instance sentencepiece with byte fallback.
 
     A token's text may depend on the one before (a leading space is stripped at the very beginning only), so a window of
     tokens is decoded with and without the new ones, and the difference is their text. While it ends in a byte token or
@@ -68,7 +68,7 @@ class WindowDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         text = self._untold(len(self._ids))
         self._advance(len(self._ids))
         return text
@@ -116,11 +116,11 @@ class StopStrings:
 
     @property
     def stopped(self) -> bool:
-        """Whether one was found."""
+        """Return whether a stop string was found."""
         return bool(self.found)
 
     def add(self, text: str) -> str:
-        """What may be shown now. After a stop string was found, nothing more comes."""
+        """Return the text that may be shown now; nothing after a stop string was found."""
         if self.stopped:
             return ""
         if not self.stops:
@@ -136,7 +136,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end: it began no stop string after all."""
+        """Return the text that was held back, at the end: it began no stop string after all."""
         held, self._held = self._held, ""
         return held
 

@@ -19,7 +19,7 @@ RepetitionPenalty = Annotated[float, Field(gt=0, le=10)]
 
 
 class SamplingDefaults(BaseModel):
-    """How tokens are drawn where a request says nothing; without a word of the model, as OpenAI's API has it."""
+    """Sampling parameters of requests that set none: those of the model, or else of OpenAI's API."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ class SamplingDefaults(BaseModel):
     repetition_penalty: RepetitionPenalty = 1.0
 
     def __str__(self) -> str:
-        """What differs from OpenAI's defaults, for people; empty where nothing does."""
+        """Return the differences from OpenAI's defaults, for people; empty where there are none."""
         return ", ".join(f"{name} {value:g}" for name, value in self.model_dump(exclude_defaults=True).items())
 
 

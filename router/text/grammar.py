@@ -1,5 +1,5 @@
-"""What answers are to look like, as llguidance's grammars: JSON schemas, regular expressions, choices, and grammars in
-Lark or GBNF; and whether they can be followed.
+"""Grammars of llguidance for structured output: from JSON schemas, regular expressions, choices, and grammars in Lark
+or GBNF; with checks that they can be followed.
 
 A schema that is refused is taken apart until the place is known where it goes wrong.
 """
@@ -20,15 +20,15 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 
 MAX_SOURCE_BYTES = 64 * 1024
-"""Of a schema or grammar, written as JSON without spaces."""
+"""Most characters of a schema or grammar, written as JSON without spaces."""
 
 WHITE_SPACE = r" |\r?\n[ \t]{0,32}"
-"""What may stand between the tokens of JSON: a model that may write any amount sometimes writes nothing else."""
+"""White space allowed between the tokens of JSON: a model that may write any amount sometimes writes nothing else."""
 
 _LEAVES_OUT = re.compile(r"\[\^|\\\\[PpxuU]|&&|--|~~|[^\x00-\x7f]")
 
 MAX_MULTIPLES = 50_000
-"""What the numbers of all `multipleOf` may come to: llguidance makes an automaton of so many states of each."""
+"""Largest product of all `multipleOf`: llguidance makes an automaton of so many states of each."""
 
 MAX_GBNF_RULES = 256  # what reads them takes their square
 
@@ -36,7 +36,7 @@ RELAX_S = 2.0
 """Seconds that finding what must be left out of a lenient schema may take."""
 
 SEARCH_S = 0.3
-"""How long it may take to find the place of a schema's fault."""
+"""Seconds in which the place of a schema's fault has to be found."""
 
 Schema = Mapping[str, Any]
 
@@ -364,7 +364,7 @@ def named(error: RequestError, param: str) -> RequestError:
 
 
 def _num_states(schema: Schema) -> float:
-    """At least as many states as the schema's `multipleOf` take: each may meet all others, at each `$ref`."""
+    """Return a bound on the states of the schema's `multipleOf`: each may meet all others, at each `$ref`."""
     numbers: list[Decimal] = []
     num_refs = 0
     rest: list[Any] = [schema]

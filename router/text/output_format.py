@@ -1,4 +1,4 @@
-"""How a model writes what it thinks and the tools that it calls: the checkpoint's own word, or one of our files.
+"""The format in which a model writes reasoning and tool calls: the checkpoint's own, or one of the bundled files.
 
 Checkpoints say it in transformers' language of response templates, our files (`output_formats/`) by `regions`, whose
 marks are found in one pass. Which of our files a model takes is told by the marks that its chat template writes, never
@@ -33,7 +33,7 @@ _ANCHORS = (
     "<|turn>model\n",
     "[/INST]",
 )
-"""Where answers begin, in the families that our files are for."""
+"""Beginnings of answers in the families of the bundled files."""
 
 _CALL_MARKS = (
     ("harmony", ("<|channel|>",)),
@@ -64,7 +64,7 @@ class ArgumentSyntax:
 
 @dataclass(frozen=True)
 class MarkSyntax:
-    """How calls are told from text where no token of theirs begins them, in regular expressions.
+    """Regular expressions that tell calls from text where no token of their own begins them.
 
     Each of `begins` is a way to begin a call, control tokens included, with its function's name where it says {name}.
     No text but calls matches `begun`, which has the functions' names where it says {names}; behind the token `body` any
@@ -78,7 +78,7 @@ class MarkSyntax:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How calls are written, for grammars: `trigger`, `first`, and each call between `begin` and `end`, then `last`.
+    """The syntax of calls, for grammars: `trigger`, `first`, each call between `begin` and `end`, then `last`.
 
     `begin` has the function's name where it says {name}.
     """
@@ -105,7 +105,7 @@ class ThinkingSyntax:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """What is known of a model's way to write."""
+    """The known format of a model."""
 
     name: str
     template: Mapping[str, Any]

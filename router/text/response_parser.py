@@ -1,4 +1,4 @@
-"""What a model writes, taken apart while it is written: what it thinks, what it says, and the tools that it calls.
+"""Parses a model's output while it is written into reasoning, content and tool calls.
 
 `regions.py` finds the regions of a text; what becomes of a region is decided here. Nothing is lost: what can't be read
 as a call is told as content, word by word. A response that is not streamed goes the same way, so both say the same.
@@ -46,7 +46,7 @@ REASONING = frozenset(("reasoning_content", "reasoning", "thinking"))
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What is added to a tool call."""
+    """The part that is added to a tool call."""
 
     index: int  # of the call in the response
     name: str = ""  # in the first delta of a call
@@ -55,7 +55,7 @@ class CallDelta:
 
 @dataclass
 class Parsed:
-    """What some text adds to a response."""
+    """The parts that some text adds to a response."""
 
     content: str = ""
     reasoning: str = ""
@@ -95,12 +95,12 @@ class ResponseLanguage:
 
     @property
     def has_calls(self) -> bool:
-        """Whether it tells how tools are called."""
+        """Return whether the format has tool calls."""
         return self.calls is not None
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether it tells what is thought."""
+        """Return whether the format has reasoning."""
         return self._has_reasoning
 
     def opened_by(self, prompt: str) -> str:
@@ -160,7 +160,7 @@ class _Stretch:
 class ResponseParser:
     """Takes one response apart, as it comes."""
 
-    num_unread = 0
+    num_unparsed = 0
     """Regions that look like calls and can't be read as such."""
 
     is_over = False
@@ -205,17 +205,17 @@ class ResponseParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the model is thinking, as far as is known."""
+        """Return whether the next text is reasoning, as far as is known."""
         return self._region in REASONING
 
     def add(self, text: str, *, is_control: bool = False) -> Parsed:
-        """What `text` adds. Control tokens are read as marks, and never told."""
+        """Return what `text` adds. Control tokens count as marks, and are never shown."""
         if text:
             self._follow(_PendingText(text, is_control=is_control))
         return self._out.taken()
 
     def finish(self) -> Parsed:
-        """What was held back, at the end."""
+        """Return the text that was held back, at the end."""
         if not self.is_over:
             self._events(self._scanner.end())
         if self._ends_with_content and not self.is_over:
@@ -223,7 +223,7 @@ class ResponseParser:
         parsed = self._out.taken()
         if self._all is not None and not (self._content.has_told or self._reasoning.has_told or self._num_calls):
             parsed.content = "".join(self._all)  # the format has no place for what was written
-            self.num_unread += bool(parsed.content.strip())
+            self.num_unparsed += bool(parsed.content.strip())
         return parsed
 
     def _follow(self, piece: _PendingText) -> None:
@@ -291,7 +291,7 @@ class ResponseParser:
         elif name in REASONING:
             self._out.reasoning.append(self._reasoning.add(text.shown, trims_begin=True))
         elif name and name not in (MARKS, HEADERS, ENDS):
-            self.num_unread += self._lacks_header
+            self.num_unparsed += self._lacks_header
             self._lacks_header = False
             self._say(text)
 
@@ -321,7 +321,7 @@ class ResponseParser:
         for step in steps:
             if step.is_content:
                 self._out.content.append(self._content.add(step.text, trims_begin=True))
-                self.num_unread += 1
+                self.num_unparsed += 1
                 continue
             if step.is_name and self._num_calls and not self._is_parallel:
                 self.is_over = True
@@ -372,7 +372,7 @@ class ResponseParser:
 
     def _give_up(self) -> None:
         """The region so far is content."""
-        self.num_unread += 1
+        self.num_unparsed += 1
         self._is_read_at_end = False
         held, self._held = self._held, []
         for text in held:
@@ -433,7 +433,7 @@ class _Trimmed:
         return "".join(self._held)
 
     def add(self, text: str, *, trims_begin: bool) -> str:
-        """What can be told now; with `trims_begin` white space before the first word is none of the text."""
+        """Return the text that can be shown now; `trims_begin` drops white space before the first word."""
         if not text or text.isspace():
             if text and not (trims_begin and not self.has_told):
                 self._held.append(text)

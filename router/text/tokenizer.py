@@ -1,24 +1,20 @@
-"""Text to token ids and back, with the tokenizer of the model's folder. The `tokenizers` library, not transformers."""
+"""Text to token ids and back, with the tokenizer of the model folder. The `tokenizers` library, not transformers.
+
+A folder may have tokens beside tokenizer.json: older files name added and special tokens, as transformers reads them.
+"""
 
 import asyncio
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.grammars import Vocabulary
-from twostroke.router.text.added_tokens import (
-    ADDED_TOKENS,
-    SPECIAL_TOKENS,
-    SPECIAL_TOKENS_MAP,
-    TOKENIZER_CONFIG,
-    add_tokens_beside,
-)
 from twostroke.router.text.chat_forms import ChatForms
 from twostroke.router.text.chat_template import ChatTemplate
 from twostroke.router.text.output_format import OutputFormat, pick_output_format, with_calls
@@ -55,7 +51,7 @@ class TextTokenizer:
         self.eos_token_ids = eos_token_ids
         self._chat_template = chat_template
         self.output_format = output_format
-        """How the model writes what it thinks and the tools that it calls, where that is known."""
+        """The format in which the model writes reasoning and tool calls, where that is known."""
         has_calls = output_format is not None and output_format.language.has_calls
         self.generic_format = with_calls(None if has_calls else output_format)
         """The format of calls for a model whose own is not known, or has no grammar."""
@@ -66,11 +62,11 @@ class TextTokenizer:
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         self.is_byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
-        """Whether a token is a string of bytes, so that texts of tokens are simply concatenated."""
+        """Return whether a token is a string of bytes, so that texts of tokens are simply concatenated."""
         self._longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.piece = functools.lru_cache(maxsize=65536)(self._piece)
         self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
-        """What a token of a byte-level vocabulary adds to the text, as bytes; empty for special and unknown ones."""
+        """Return the bytes that a token of a byte-level vocabulary adds; empty for special and unknown ones."""
 
     @classmethod
     def load(
@@ -132,7 +128,7 @@ class TextTokenizer:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What grammars are compiled over. Made anew, of megabytes."""
+        """Return the vocabulary over which grammars are compiled. Made anew at each call; it has megabytes."""
         return Vocabulary(self._tokenizer.to_str(), self.vocab_size, self.eos_token_ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -146,7 +142,7 @@ class TextTokenizer:
         return self._encode(word, False)
 
     def surely_over(self, text: str, num_tokens: int) -> bool:
-        """Whether `text` must have more than `num_tokens` tokens, told without tokenising it."""
+        """Return whether `text` must have more than `num_tokens` tokens, without tokenising it."""
         return len(text) > num_tokens * self._longest_token_chars
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -159,7 +155,7 @@ class TextTokenizer:
         return name
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, which has no text."""
+        """Return whether the token is a control token, which has no text."""
         return token_id in self._special_ids
 
     def render_chat(
@@ -315,3 +311,92 @@ def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | N
     if not isinstance(source, str):
         raise ConfigError(f"{path}: chat_template must be a string, found {type(source).__name__}")
     return ChatTemplate(source, origin=str(path), special_tokens=special)
+
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ADDED_TOKENS = "added_tokens.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA = ("additional_special_tokens", "extra_special_tokens")
+_DECODER = "added_tokens_decoder"
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+
+
+def add_tokens_beside(tokenizer: Tokenizer, folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the tokenizer the tokens that `files` have, the JSON objects of `folder` by their names.
+
+    Raises ConfigError naming file and token for one that can't be read, or would get another number than its own.
+    """
+    config = files[TOKENIZER_CONFIG]
+    if _DECODER in config:
+        where, numbered = f"{folder / TOKENIZER_CONFIG}: {_DECODER}", _of_decoder(folder, config[_DECODER])
+        named = [*_named(config), *_others(folder / TOKENIZER_CONFIG, config)]
+    else:
+        named = _named({**config, **files[SPECIAL_TOKENS_MAP]})
+        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
+            named += _others(folder / name, files[name])
+        special = {_content(value) for value in named}
+        where, numbered = f"{folder / ADDED_TOKENS}", _of_added_tokens(folder, files[ADDED_TOKENS], special)
+    tokenizer.add_tokens([token for _, token in sorted(numbered.items())])
+    for number, token in sorted(numbered.items()):
+        found = tokenizer.token_to_id(token.content)
+        if found != number:
+            raise ConfigError(
+                f"{where}: {token.content!r} is {number} there, and would be {found} by tokenizer.json, which lacks "
+                "tokens before it: take the tokenizer.json that belongs to the model"
+            )
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for value in named:
+        if _content(value) not in known:
+            known.add(_content(value))
+            tokenizer.add_tokens([_special(value)])
+
+
+def _of_decoder(folder: Path, decoder: Any) -> dict[int, AddedToken]:
+    where = f"{folder / TOKENIZER_CONFIG}: {_DECODER}"
+    if not isinstance(decoder, dict):
+        raise ConfigError(f"{where}: expected an object of tokens by their numbers, found {type(decoder).__name__}")
+    tokens: dict[int, AddedToken] = {}
+    for number, said in decoder.items():
+        if not number.isdecimal() or not isinstance(said, dict):
+            raise ConfigError(f"{where}: {number!r}: expected the number of a token, and an object that describes it")
+        content, flags = said.get("content"), {name: said[name] for name in _FLAGS if name in said}
+        if not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
+            raise ConfigError(f"{where}: {number}: content must be text, and {', '.join(_FLAGS)} true or false")
+        tokens[int(number)] = AddedToken(content, **flags)
+    return tokens
+
+
+def _of_added_tokens(folder: Path, added: Mapping[str, Any], special: set[str]) -> dict[int, AddedToken]:
+    tokens: dict[int, AddedToken] = {}
+    for content, number in added.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ConfigError(f"{folder / ADDED_TOKENS}: {content!r}: expected the token's number, found {number!r}")
+        tokens[number] = AddedToken(content, normalized=content not in special, special=content in special)
+    return tokens
+
+
+def _named(said: Mapping[str, Any]) -> list[Any]:
+    """Texts, or objects that describe a token."""
+    return [said[name] for name in SPECIAL_TOKENS if said.get(name) is not None]
+
+
+def _others(path: Path, said: Mapping[str, Any]) -> Iterator[Any]:
+    """Special tokens without a name."""
+    for name in _EXTRA:
+        values = said.get(name) or []
+        values = list(values.values()) if isinstance(values, dict) else values
+        if not isinstance(values, list) or not all(isinstance(_content(value), str) for value in values):
+            raise ConfigError(f"{path}: {name}: expected a list of tokens")
+        yield from values
+
+
+def _content(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _special(value: Any) -> AddedToken:
+    flags = (
+        {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)} if isinstance(value, dict) else {}
+    )
+    return AddedToken(_content(value), **flags | {"special": True})

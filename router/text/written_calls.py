@@ -29,14 +29,14 @@ _PLACE = re.compile(r"\{(?:content\.)?(\w+)\}")
 
 @dataclass(frozen=True)
 class CallText:
-    """How a format writes its calls, where that is JSON."""
+    """The format of calls that are written as JSON."""
 
     name: str  # the key that has the function's name, or the group of the mark that has it
     arguments: str  # the key that has the arguments; empty: the region is nothing else
 
 
 def call_text(field: "ResponseTemplateField") -> CallText | None:
-    """How this field writes calls; None: in no way that can be followed while it is written."""
+    """Return the format of calls in this field; None where calls can't be parsed while they are written."""
     if field.content != "json" or set(field.content_args) - {"allow_non_json"}:
         return None
     shape = field.transform
@@ -151,13 +151,13 @@ class WrittenCalls:
         return self._is_string and not self._has_break and not self.is_none and self._state != "over"
 
     def begin(self) -> list[CallStep]:
-        """What the mark says."""
+        """Return what the mark adds."""
         if not self._how.arguments:
             self._named(self._marked.get(self._how.name) or "")
         return self._taken()
 
     def add(self, text: str) -> list[CallStep]:
-        """What `text` says."""
+        """Return what `text` adds."""
         at = 0
         if self._state == "bare":
             self._argue(text if self._has_arguments else text.lstrip())
@@ -173,7 +173,7 @@ class WrittenCalls:
         return self._taken()
 
     def end(self) -> list[CallStep]:
-        """What is left to say at the region's end."""
+        """Return what is left at the region's end."""
         if not self._has_called:
             self.is_none = True
         elif self._name in self._tools and not self._has_arguments:

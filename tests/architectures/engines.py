@@ -138,8 +138,8 @@ async def _hand_over(
     """The first token of a prompt, whose KV is at the decode engine then."""
     here, there = (table[: -(-len(prompt) // BLOCK_SIZE) * prefill.groups.count] for table in tables)
     ticket = pair.ticket(name)
-    incoming = pair.receiver.expect(ticket, there, len(prompt), known)
-    outgoing = pair.sender.open(ticket, len(prompt), here, known)
+    incoming = pair.receiver.expect_transfer(ticket, there, len(prompt), known)
+    outgoing = pair.sender.begin_transfer(ticket, len(prompt), here, known)
     drawn: SampledToken | None = None
     for start in range(known, len(prompt), chunk):
         tokens = prompt[start : start + chunk]

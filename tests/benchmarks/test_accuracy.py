@@ -1,11 +1,11 @@
-"""What quantising and KV in FP8 cost the bundled model: a small part of what `twostroke bench accuracy` measures."""
+"""Quantisation and KV in FP8 cost the bundled model little: a small part of `twostroke bench accuracy`."""
 
 import math
 import statistics
 
 import torch
 
-from twostroke.benchmarks import accuracy
+from twostroke.benchmarks.engines import accuracy
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 
 

@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
-from twostroke.benchmarks import accuracy, engine, serving, transfer
+from twostroke.benchmarks import serving
+from twostroke.benchmarks.engines import accuracy, engine
+from twostroke.benchmarks.transfers import transfer
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the benches' clients send, and what they make of it."""
+"""The benches' clients send what they should, and count what comes."""
 
 import json
 import socket

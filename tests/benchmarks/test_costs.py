@@ -1,4 +1,4 @@
-"""What `bench costs` learns of an engine whose steps take known times."""
+"""`bench costs` learns an engine whose steps take known times."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.benchmarks import costs as bench
+from twostroke.benchmarks.engines import costs as bench
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.step_costs import StepContent

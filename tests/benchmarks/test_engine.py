@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.benchmarks.engine import MODELS, write_random_model
+from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from twostroke.benchmarks import pull
-from twostroke.benchmarks.pull import DRY, PromptOrder, PullSizes, Source, measure_pulls
-from twostroke.benchmarks.worker_process import _Manager
+from twostroke.benchmarks.transfers import pull
+from twostroke.benchmarks.transfers.pull import DRY, PromptOrder, PullSizes, Source, measure_pulls
+from twostroke.benchmarks.transfers.worker_process import _Manager
 from twostroke.cluster.cli import main
 from twostroke.protocol.errors import TransferFailed, WorkerLost
 

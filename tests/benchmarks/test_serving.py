@@ -1,4 +1,4 @@
-"""What the serving bench makes of its streams."""
+"""The serving bench computes figures of its streams."""
 
 from twostroke.benchmarks.serving import summarise
 from twostroke.loadtests.run_folder import Record

@@ -287,7 +287,7 @@ PAUSE_S = (0.2, 1.0)  # between two faults of a lane
 
 @dataclass
 class Chaos:
-    """What has been injected so far. `idle` strikes found nothing to harm."""
+    """Injection of faults. `idle` counts strikes that found nothing to harm."""
 
     faults: list[Injected] = field(default_factory=list)
     idle: int = 0

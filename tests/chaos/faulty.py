@@ -123,7 +123,7 @@ class FaultyNetwork(Delegate):
         return await self._tampering.carried_out(order, patience_s)
 
     def copies(self, message: Message) -> int:
-        """How often this message is to be sent."""
+        """Return how often this message should be sent."""
         order = self._tampering.take(lambda order: order.message == type(message).__name__)
         return 1 if order is None else 2 if order.trick == "repeat" else 0
 
@@ -167,7 +167,7 @@ class FaultyConnection(Delegate):
         await self._inner.close()
 
     def _barrier(self) -> Barrier | None:
-        """What stands in the way now."""
+        """Return the barrier that is up now, or None."""
         if self.side is None:
             return None
         barrier = self._network.barriers[self.side]
@@ -194,11 +194,11 @@ class FaultyConnection(Delegate):
 
 
 LEAST_BYTES = 512
-"""What is shorter is no KV: the words with which a link is joined."""
+"""Smallest chunk of KV. What is shorter are the words with which a link is joined."""
 
 
 class LinkFaults:
-    """What is wrong with all links of this worker now."""
+    """Faults of all links of this worker."""
 
     def __init__(self, barrier: Barrier, on_refused: Callable[[], None]):
         """`barrier` is the one between workers; `on_refused` hears of each chunk that came damaged."""
@@ -213,7 +213,7 @@ class LinkFaults:
         return await self._harms.carried_out(harm, patience_s)
 
     def mangle(self, _: int, data: bytes) -> bytes | None:
-        """As a proxy's `Mangle`."""
+        """Mangle bytes, as a proxy's `Mangle`."""
         harm = self._harms.take(lambda _: True) if len(data) >= LEAST_BYTES else None
         if harm is None:
             return data

@@ -49,7 +49,7 @@ def new_api_key(file: Path, name: str, *options: str) -> str:
 
 
 def revoke_api_key(file: Path, name: str) -> None:
-    """As `twostroke key revoke`."""
+    """Revoke a key as `twostroke key revoke` does."""
     _key_command("revoke", name, "--file", str(file))
 
 
@@ -59,7 +59,7 @@ def _key_command(*arguments: str) -> str:
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
-    """What to serve, and where the driver listens for the workers' agents."""
+    """Settings of the server, and the address at which the driver listens for the workers' agents."""
 
     settings: dict[str, Any]  # the configuration, as YAML gives it
     port: int
@@ -106,14 +106,14 @@ class ServerUnderChaos:
         await self.control.close()
 
     async def status(self) -> dict[str, Any] | None:
-        """What a router says of itself and the workers; None where none answers."""
+        """Return a router's status; None where none answers."""
         try:
             return await asyncio.to_thread(fetch_status, self.target.url, self.target.api_key, timeout_s=5.0)
         except ConfigError:
             return None
 
     async def is_whole(self) -> bool:
-        """Whether a router reaches every worker, each of which is one that our agents know."""
+        """Return whether a router reaches every worker, each of which is known to our agents."""
         return all([await self.is_role_whole(role) for role in ROLES])
 
     async def is_role_whole(self, role: str) -> bool:
@@ -126,7 +126,7 @@ class ServerUnderChaos:
         return {one["worker_id"] for one in status["workers"] if one["role"] == role and one["reachable"]}
 
     async def owned_blocks(self) -> int:
-        """Of all workers; -1 where that can't be told."""
+        """Return the owned blocks of all workers; -1 where they are unknown."""
         status = await self.status()
         if status is None or any(one["stats"] is None for one in status["workers"]):
             return -1

@@ -1,4 +1,4 @@
-"""What chaos can be wrought on beside the bundled model: shapes of other families over random weights, and SmolLM2.
+"""Models of chaos runs beside the bundled one: shapes of other families with random weights, and SmolLM2.
 
 A random model's answers are as good as any: they are compared with its own.
 """
@@ -22,7 +22,8 @@ _BLOCK = 128  # rows and columns of FP8 weights that share a scale
 _READ = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
 _COMMON: dict[str, Any] = _READ["common"]
 _SHAPES: dict[str, dict[str, Any]] = _READ["shapes"]
-"""What all shapes have in common (the bundled model's vocabulary, whose tokenizer they borrow), under `common`, and:
+"""Common fields of all shapes (the bundled model's vocabulary, whose tokenizer they borrow) under `common`, and the
+shapes:
 
 gemma3     windows in turns with a full layer
 qwen3-fp8  weights in FP8 by blocks
@@ -34,7 +35,7 @@ WITH_EXPERTS = [name for name, shape in _SHAPES.items() if "num_experts_per_tok"
 
 
 def model_path(name: str, folder: Path) -> str:
-    """As `model.path` takes it; what has to be made is made in `folder`. Raises ConfigError."""
+    """Return a model as `model.path` takes it. What has to be made is made in `folder`. Raises ConfigError."""
     if name == "bundled":
         return name
     if name == "smollm2":

@@ -1,4 +1,4 @@
-"""What the driver tells a worker's process, and hears of it: lines of JSON over a loopback socket.
+"""Orders of the driver to a worker's process, and its reports: lines of JSON over a loopback socket.
 
 Each order is answered by one report, when its deed is over: how often the fault has fired, so that a fault which found
 nothing to harm is not counted as one. Control is the driver's end of these sockets.
@@ -95,7 +95,7 @@ class Worker:
     writer: asyncio.StreamWriter | None = None
 
     async def carry_out(self, number: int, deed: Deed) -> int:
-        """How often the fault has fired, when it is over. Raises Gone."""
+        """Carry out a deed; return how often the fault has fired when it is over. Raises Gone."""
         if self.writer is None or self.gone.is_set():
             raise Gone(self.worker_id)
         report: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -135,7 +135,7 @@ class Control:
         return [worker for worker in self.workers if worker.role == role]
 
     async def order(self, worker: Worker, deed: Deed) -> int:
-        """As Worker.carry_out."""
+        """Send an order, as Worker.carry_out does."""
         return await worker.carry_out(next(self._numbers), deed)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

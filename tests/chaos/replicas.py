@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from twostroke.prefill_worker.worker import PrefillWorker
 
 PATIENCE_S = 4.0
-"""How long a fault waits for a message or a chunk to harm."""
+"""Seconds that a fault waits for a message or a chunk to harm."""
 
 
 class Agent:
@@ -93,7 +93,7 @@ class Agent:
 
 
 class _Harmed(_WorkerReplica[Any]):
-    """What both kinds have in common: the faulty network, and the agent."""
+    """Common part of both kinds of replicas: the faulty network and the agent."""
 
     _control: int  # the port that the driver listens on
     _is_remote = False

@@ -1,4 +1,4 @@
-"""What the clients of a chaos run ask for, drawn from a seed."""
+"""Requests of a chaos run's clients, drawn from a seed."""
 
 import random
 from typing import Any

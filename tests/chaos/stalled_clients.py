@@ -49,7 +49,9 @@ class StalledClients:
         return True
 
     async def _ends(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the server refuses the request, or ends the connection, in time.
+        """Return whether the server refuses the request, or ends the connection, in time.
+
+        After the router has refused a body, HAProxy waits another minute for a silent client.
 
         After the router's refusal of a body HAProxy waits another minute for a client that is silent.
         """

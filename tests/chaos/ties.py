@@ -1,4 +1,4 @@
-"""Which requests rounding may answer in two ways, so that no fault can be told from a batch of another size.
+"""Requests that rounding may answer in two ways, so that a fault looks like a batch of another size.
 
 A router of experts takes the k largest of its logits: where the next one is a few roundings away, the shape of a batch
 decides which expert computes a token, and everything after it differs. Such a request is found by computing its answer

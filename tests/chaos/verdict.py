@@ -1,4 +1,4 @@
-"""What a chaos run amounts to: what must not be in its answers, how long clients waited, and one line of JSON.
+"""Verdict of a chaos run: forbidden answers, clients' waits, and one line of JSON.
 
 Every accepted answer must be the very answer that the request gets without faults, and of the schema that it was asked
 for, if any. A wait is the time from sending to a
@@ -21,7 +21,7 @@ from twostroke.benchmarks.faults.verdict import ChoiceWait, Family, Finding, Fla
 from twostroke.loadtests.report.estimates import percentile
 
 BOUNDS_S: dict[Family, float] = {"kill": 2.0, "stop": 5.0, "partition": 5.0, "network": 2.0, "load": math.inf}
-"""Of the stall that 99 of 100 streams see, at most. More load than there is room for may make clients wait."""
+"""Largest stall that 99 of 100 streams may see, in seconds. More load than there is room for may make clients wait."""
 
 
 def check_schema(answer: ClientAnswer) -> list[Finding]:
@@ -37,7 +37,7 @@ def check_schema(answer: ClientAnswer) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Normal:
-    """What a request waits without faults, in seconds."""
+    """Longest waits of a request without faults, in seconds."""
 
     first_s: float
     between_s: float
@@ -55,7 +55,7 @@ def normal_of(answer: ClientAnswer) -> Normal:
 def stalls_by_fault(
     answers: Sequence[ClientAnswer], normal: Mapping[int, Normal], faults: Sequence[Injected]
 ) -> dict[str, list[float]]:
-    """For each fault's name: the longest stall of each stream that was under way while one of that name was felt."""
+    """Return for each fault's name the longest stall of each stream that ran while such a fault was felt."""
     found: dict[str, list[float]] = defaultdict(list)
     for answer in answers:
         usual = normal[answer.request.key]
@@ -78,9 +78,9 @@ def _charged(wait: ChoiceWait, faults: Sequence[Injected]) -> list[Injected]:
 
 
 BACK_S = 10.0
-"""From a kill to the new replica's being reached, at most."""
+"""Seconds from a kill until the new replica is reached, at most."""
 ROUTER_KILL_S = 3.0
-"""So long after a router's kill what it had under way may break, and what the proxy still sends it."""
+"""Seconds after a router's kill in which its requests, and what the proxy still sends it, may break."""
 FAULTS_A_MINUTE = 23
 
 
@@ -181,7 +181,7 @@ def judge(
 
 
 def _lived_through(answer: ClientAnswer, faults: Sequence[Injected]) -> bool:
-    """Whether one held to a schema had some of its tokens, and not all, when a decode worker was killed."""
+    """Return whether an answer under a schema had some of its tokens, and not all, when a decode worker was killed."""
     kills = [fault.begin for fault in faults if fault.name == "kill decode"]
     times = [at for choice in answer.choices for at, _ in choice.pieces]
     is_held = answer.request.schema is not None and bool(times)

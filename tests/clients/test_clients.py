@@ -1,4 +1,4 @@
-"""What others' clients do with the server, as their own documentation says that they are used.
+"""Clients of other projects against the server, used as their documentation says.
 
 A small model does not choose well, so tools are demanded (`required`, or by name) and answers are held to a schema:
 what comes is what the grammar lets through, whatever the model. Whether it calls one under `auto` is its own affair.
@@ -65,7 +65,7 @@ def chain(server: Any) -> ChatOpenAI:
 
 @pytest.fixture
 def asked(server: Any) -> dict[str, Any]:
-    """What every chat is asked with."""
+    """The prompt of every chat."""
     return {"model": server.model, "messages": MESSAGES, "temperature": 0, "max_tokens": ROOM}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of commands share: a server to ask, and the one line that a refusal is."""
+"""Shared parts of the commands' tests: a server to ask, and the one line of a refusal."""
 
 import threading
 from collections.abc import Iterator

@@ -33,7 +33,7 @@ from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
 from twostroke.simulator.memory_network import MemoryConnection
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.token_server import TokenServerConfig
 
 LONG_S = 20 * TRANSFERS.progress_s
@@ -141,7 +141,7 @@ async def test_kept_kv_is_given_up_with_its_request(rig: Rig, end: str) -> None:
             rig.engine.released.set()
     message = await told(rig.prefill, Awaited | Grant | Abort)
     assert isinstance(message, Abort)
-    assert rig.worker._receiver._kept == set()
+    assert rig.worker._deps.receiver._kept == set()
     rig.engine.released.set()
     with suppress(WorkerLost):
         await busy
@@ -173,7 +173,7 @@ async def test_kept_kv_is_given_up_with_its_worker(rig: Rig) -> None:
         await rig.worker.stop()
         with pytest.raises(TransferFailed):
             await transfer.done()
-    assert rig.worker._receiver._kept == set()
+    assert rig.worker._deps.receiver._kept == set()
     for task in (busy, call):
         with pytest.raises(WorkerLost):
             await task
@@ -251,9 +251,9 @@ async def test_a_failure_told_of_kv_that_has_come_changes_nothing(rig: Rig, when
         count = incoming._on_ended
 
         def count_and_tell(ended: IncomingTransfer) -> None:
-            """Before the worker has looked at the end."""
+            """Act before the worker has noticed the end."""
             count(ended)
-            rig.worker._prefill_failed("r")
+            rig.worker.prefill_failed("r")
 
         if when == "as it is verified":
             incoming._on_ended = count_and_tell
@@ -295,14 +295,14 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
     num_tokens, is_whole = parts.receiver.offered_tokens(ticket.transfer_id), False
     if num_tokens and taken:
         block_ids = parts.pool.allocate(num_tokens // BLOCK)
-        assert await parts.receiver.expect(ticket, block_ids, num_tokens, 0).verified() is None
+        assert await parts.receiver.expect_transfer(ticket, block_ids, num_tokens, 0).verified() is None
         sequence = SequenceState(request, BLOCK)
         sequence.block_ids, sequence.num_computed = [*block_ids, *parts.pool.allocate(9)], num_tokens
         (token,) = await FakeEngine(parts.store).step([sequence.step(sequence.num_uncomputed)])
         is_whole = token is not None and token.token_id == expected_tokens(request, (0,) * LAYERS)[0]
         sequence.reset(parts.pool)
     else:
-        parts.receiver.refuse(ticket)
+        parts.receiver.refuse_offer(ticket)
     await a_moment()
     assert rig.pool.owned_blocks == 0, "references end with the transfer"
     await parts.close()

@@ -2,19 +2,18 @@
 
 import pytest
 
-from tests.worker.scheduler_rig import STOP, Rig
-from twostroke.decode_worker.jobs import DecodeJob
+from tests.worker.scheduling.scheduler_rig import STOP, Rig
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
-from twostroke.worker.scheduler import ScheduledStep
-from twostroke.worker.sequence import Phase
+from twostroke.worker.scheduling.job import Phase
+from twostroke.worker.scheduling.step import ScheduledStep
 
 
-def arrivals(rig: Rig, step: ScheduledStep[DecodeJob]) -> list[int]:
-    """Whose tokens a step has drawn."""
+def arrivals(rig: Rig, step: ScheduledStep) -> list[int]:
+    """Arrivals of the jobs whose tokens a step has drawn."""
     return [one.job.arrival for one in rig.end(step)]
 
 
-def shape(step: ScheduledStep[DecodeJob]) -> list[tuple[int, int, int | None]]:
+def shape(step: ScheduledStep) -> list[tuple[int, int, int | None]]:
     """(arrival, tokens, entry that it follows) of each entry."""
     return [(entry.job.arrival, len(entry.step.token_ids), entry.step.follows) for entry in step.entries]
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.worker.scheduler_rig import NOTHING, TOKEN, Rig, idle, jobs, parts, receiving
-from twostroke.decode_worker.jobs import DecodeJob
+from tests.worker.scheduling.scheduler_rig import NOTHING, TOKEN, Rig, idle, jobs, parts, receiving
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.queue_order import MOST_OVERTAKING_S
-from twostroke.worker.scheduler import DrawnToken
-from twostroke.worker.sequence import Phase
+from twostroke.worker.scheduling.job import Phase, WorkerJob
+from twostroke.worker.scheduling.queue_order import MOST_OVERTAKING_S
+from twostroke.worker.scheduling.step import DrawnToken
 
 LOW, MIDDLE, HIGH = (Promise(name, priority, 0.1) for priority, name in enumerate(("low", "middle", "high")))
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.0, row_s=0.010, context_s=0.0)
@@ -125,11 +124,11 @@ def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lo
     assert young not in steps[1]
     assert steps[-1] == [old, young], "it goes on as soon as there is room"
     assert young.sequence.block_ids
-    assert rig.scheduler.preemptions == 0
+    assert rig.scheduler.preemptor.num_preemptions == 0
 
 
-def test_the_place_of_one_who_gives_way_goes_to_who_stands_still() -> None:
-    """Or nobody would ever step again: no step ends that could wake the worker."""
+def test_the_place_of_a_preempted_job_goes_to_one_without_a_place() -> None:
+    """Otherwise no request would ever step again: no step ends that could wake the worker."""
     rig = Rig(num_blocks=6, max_batch=1)
     older, younger = rig.add(8, 4, promise=LOW, transfer=True), rig.add(8, 8, promise=LOW, transfer=True)
     rig.schedule()
@@ -166,8 +165,8 @@ def test_newcomers_whose_promises_are_looser_do_not_overtake_one_that_waits_for_
     """Their KV comes from elsewhere, so that all are here already."""
     rig = Rig(num_blocks=512, costs=StepCosts(1.0, 0.01, 0.0, 0.5, 0.0))
 
-    def come(promise: Promise) -> DecodeJob:
-        job: DecodeJob = rig.add(4, 6, promise=promise, transfer=True)
+    def come(promise: Promise) -> WorkerJob:
+        job: WorkerJob = rig.add(4, 6, promise=promise, transfer=True)
         rig.scheduler.admit_offered()
         rig.scheduler.verified(job, TOKEN)
         return job
@@ -204,7 +203,7 @@ def test_without_free_blocks_the_youngest_gives_way_and_is_computed_again() -> N
     assert rig.run() == [(old, 7), (young, 7)]
     assert rig.run() == [(old, 1), (young, 1)], "both fill their second block"
     assert rig.run() == [(old, 1)], "no block for either: the older takes the younger's"
-    assert (young.phase, rig.scheduler.preemptions, young.num_preemptions) == (Phase.WAITING, 1, 1)
+    assert (young.phase, rig.scheduler.preemptor.num_preemptions, young.num_preemptions) == (Phase.WAITING, 1, 1)
     before = list(young.sequence.token_ids)
     assert [rig.run() for _ in range(2)] == [[(old, 1)]] * 2
     assert rig.run() == [(young, 5)], "the first full block is still cached; only the rest is computed again"
@@ -224,8 +223,8 @@ def test_a_higher_class_that_lacks_blocks_gets_those_of_the_youngest_of_the_lowe
     if swap_blocks:
         assert rig.run() == [], "copying comes first"
     assert jobs(rig.run()) == [old, middle, high]
-    assert (young.phase, young.num_preemptions, rig.scheduler.preemptions) == (Phase.WAITING, 1, 1)
-    assert (rig.scheduler.swaps == 1) is (swap_blocks > 0)
+    assert (young.phase, young.num_preemptions, rig.scheduler.preemptor.num_preemptions) == (Phase.WAITING, 1, 1)
+    assert (rig.swapping.num_swaps == 1) is (swap_blocks > 0)
     while not (old.has_ended and young.has_ended and middle.has_ended):
         rig.run()
     assert young.num_preemptions <= 2
@@ -238,7 +237,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
     rig.run()
     rig.add(12, 8, promise=MIDDLE)
     assert set(jobs(rig.run())) == {low, middle}, "with the low one's two blocks it would still lack one"
-    assert rig.scheduler.preemptions == 0
+    assert rig.scheduler.preemptor.num_preemptions == 0
 
 
 def test_where_blocks_run_out_the_youngest_of_the_lowest_gives_way() -> None:

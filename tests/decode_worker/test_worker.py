@@ -88,7 +88,7 @@ async def test_a_stopping_worker_sees_the_steps_that_it_has_asked_for_to_their_e
     await asyncio.sleep(1.0)
     stopping = begin(rig.worker.stop())
     await asyncio.sleep(1.0)
-    assert len(rig.worker._under_way) == 2
+    assert len(rig.worker._steps) == 2
     num_steps = rig.engine.num_steps
     rig.engine.released.set()
     await stopping

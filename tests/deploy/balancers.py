@@ -49,7 +49,7 @@ PACED_EVENTS = 150
 
 @dataclass
 class Counts:
-    """What became of the requests by one balancer in one phase."""
+    """Outcomes of the requests through one balancer in one phase."""
 
     new: int = 0  # sent after the fault had begun
     new_failed: int = 0
@@ -114,7 +114,7 @@ async def phase(
 
 
 async def gaps(url: str) -> dict[str, float]:
-    """How the events of a stream come: milliseconds between them, and events a packet."""
+    """Return how a stream's events arrive: milliseconds between them, and events per packet."""
     result = await ask(url, 0)
     times = read_stream(result).token_times
     between = sorted(1000 * (later - earlier) for earlier, later in itertools.pairwise(times))
@@ -146,7 +146,7 @@ async def paced_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWrite
 
 
 async def paced_gaps(programs: dict[str, str], folder: Path) -> dict[str, dict[str, float]]:
-    """Without a balancer, and by each."""
+    """Return the gaps without a balancer, and through each."""
     server = await asyncio.start_server(paced_stream, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     told = {"direct": await gaps(f"http://127.0.0.1:{port}")}

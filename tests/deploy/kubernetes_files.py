@@ -76,7 +76,7 @@ def prometheus_rule() -> str:
 
 @cache
 def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
-    """What `kubectl apply -k` would send."""
+    """Return what `kubectl apply -k` would send."""
     return of_folder(KUBERNETES / "overlays" / overlay)
 
 

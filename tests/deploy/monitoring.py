@@ -97,7 +97,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """Without the rows' titles."""
+    """Return the panels without the rows' titles."""
     return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
 
 
@@ -148,7 +148,7 @@ def prometheus_config(operators: str, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def prometheus(program: str, operators: str, folder: Path) -> Iterator[str]:
-    """Where it listens."""
+    """Start Prometheus; yield its address."""
     config = folder / "prometheus.yml"
     config.write_text(yaml.safe_dump(prometheus_config(operators, folder)), encoding="utf-8")
     (port,) = free_ports(1)
@@ -158,13 +158,13 @@ def prometheus(program: str, operators: str, folder: Path) -> Iterator[str]:
 
 
 async def values(client: httpx.AsyncClient, expression: str) -> list[float]:
-    """What an expression says now; NaN left out."""
+    """Return an expression's values now, without NaN."""
     told = await _asked(client, "query", expression)
     return [value for value in (float(one["value"][1]) for one in told) if not math.isnan(value)]
 
 
 async def has_data(client: httpx.AsyncClient, expression: str, seconds: float) -> bool:
-    """Whether a panel would show anything of the last `seconds`."""
+    """Return whether a panel would show anything of the last `seconds`."""
     now = time.time()
     told = await _asked(client, "query_range", expression, start=now - seconds, end=now, step=1)
     return any(not math.isnan(float(value)) for one in told for _, value in one["values"])
@@ -180,7 +180,7 @@ async def _asked(client: httpx.AsyncClient, kind: str, expression: str, **more: 
 
 
 async def judge(client: httpx.AsyncClient, sound: int, seconds: float) -> dict[str, Any]:
-    """Which panels have data, whether counters add up over routers, and what the rules and the targets say."""
+    """Return which panels have data, whether counters add up over routers, and the state of rules and targets."""
     without: dict[str, list[str]] = {}
     for panel in panels():
         empty = [one["expr"] for one in panel["targets"] if not await has_data(client, one["expr"], seconds)]
@@ -241,12 +241,12 @@ GRACE_S = 13.0
 STARTS = 3
 ENDED_S = 90.0
 SETTLED_S = 100.0
-"""From the first server's end: longer than TwostrokeDown takes to fire."""
+"""Seconds after the first server's end; longer than TwostrokeDown takes to fire."""
 
 
 class StickyAddress:
-    """As Kubernetes' Service `twostroke-routers`: each connection goes to the server that had the last one, while that
-    is ready, else to the other."""
+    """Address like Kubernetes' Service `twostroke-routers`: each connection goes to the server that had the last
+    one, while that is ready, else to the other."""
 
     def __init__(self, ports: list[int]):
         self._ports = ports

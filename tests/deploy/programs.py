@@ -1,4 +1,4 @@
-"""What the tests of deploy/ read, and the programs that these files are for: installed, or in `.tools/`, or not at all.
+"""Files of deploy/ for the tests, and the programs that they are for: installed, or in `.tools/`, or missing.
 
     python -m tests.deploy.programs       fetches Debian's packages into .tools/, which needs no root, within SECONDS
 
@@ -54,7 +54,7 @@ def serve_config() -> dict[str, Any]:
 
 
 def application() -> dict[str, Any]:
-    """What deploy/serve.yaml tells our application."""
+    """Return the application's settings of deploy/serve.yaml."""
     (told,) = serve_config()["applications"]
     arguments: dict[str, Any] = told["args"]
     return arguments
@@ -103,7 +103,7 @@ def of_pip(program: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """For programs out of `.tools/`: where their libraries are."""
+    """Return the environment of programs in `.tools/`, with the paths of their libraries."""
     folders = [str(TOOLS / folder) for folder in _LIBRARIES]
     return os.environ | {"LD_LIBRARY_PATH": ":".join([*folders, os.environ.get("LD_LIBRARY_PATH", "")])}
 
@@ -138,7 +138,7 @@ def fetch() -> str:
 
 
 def skipped() -> str:
-    """For the end of `make test`: what was not tested for want of a program."""
+    """Return the end of `make test`'s last line: what was skipped for want of a program."""
     missing = [program for program in (*PROGRAMS, "openssl", "systemd-analyze", "chromium") if find(program) is None]
     return f", but for tests that need {', '.join(missing)}" if missing else ""
 

@@ -42,7 +42,7 @@ class StubEntry:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """As when its process ends: nobody listens any more, and what is under way breaks off."""
+        """Stop as a process's end does: nobody listens any more, and what is in progress breaks off."""
         if self._server is not None:
             self._server.close()
             self._server = None

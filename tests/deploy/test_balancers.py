@@ -90,7 +90,7 @@ async def test_a_client_that_leaves_is_gone_for_the_entry_point_too(site):
 
 @pytest.mark.parametrize(("kind", "patience"), [("haproxy", "timeout client 60s"), ("nginx", "    send_timeout 60s")])
 async def test_a_client_that_takes_nothing_is_cut_off(kind, patience, tmp_path):
-    """And one that waits for long for its answer is not."""
+    """A client that waits for long for its answer is not cut off."""
     program = needed(kind)
     async with two_entries() as (one, two):
         one.manner = two.manner = "stream"
@@ -233,11 +233,11 @@ HIDDEN = [
     *("/metrics?x=/v1/", "/metrics/", "//metrics", "/./metrics", *DOTTED),
     *("/V1/models", "/v1", "/v1.html", "/health/", "/healthy", "/ready/x", "http://x/metrics", "/metrics#/v1/"),
 ]
-"""What strangers must not reach, and ways to spell it."""
+"""Targets that clients must not reach, in several spellings."""
 
 
 async def status_of(url: str, target: str) -> int:
-    """Of GET with this very request target: clients would put it right before they send it."""
+    """Return the status of a GET with this very request target, which clients would normalise."""
     parts = httpx.URL(url)
     reader, writer = await asyncio.open_connection(parts.host, parts.port)
     try:

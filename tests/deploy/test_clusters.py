@@ -21,7 +21,7 @@ from tests.deploy.programs import INSTALLED, LABEL, ROLES, ROOT, SETTINGS, appli
 RAY_FILES = ("ray-cluster.yaml", "ray-cluster-aws.yaml")
 HEAD = "10.0.0.10"
 OF_AN_INSTANCE = {"CPU": 192, "GPU": 8}
-"""What Ray finds out about the GPU nodes' types by asking AWS."""
+"""Resources of the GPU nodes' types, which Ray learns by asking AWS."""
 
 
 def prepared(name: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _executable(path: Path, script: str) -> None:
 
 
 def launched_for(config: Mapping[str, Any], worker: Mapping[str, Any], count: int) -> dict[str, int]:
-    """How many nodes of each type Ray's autoscaler starts in an empty cluster for `count` workers as configured."""
+    """Return how many nodes of each type Ray's autoscaler starts in an empty cluster for `count` workers."""
     types = AutoscalingConfig(dict(config), skip_content_hash=True)
     demand = {"CPU": worker["threads"], "GPU": worker["num_gpus"], **worker["node_resources"]}
     selector = [

@@ -1,4 +1,4 @@
-"""What stands on a host: ray.env, serve.yaml, the systemd units and the image, by their readers and each other."""
+"""The files of a host (ray.env, serve.yaml, systemd units, the image) agree with their readers and each other."""
 
 import re
 import shutil
@@ -218,7 +218,7 @@ DOCKERFILE = re.sub(r"\\\n", "", text_of("Dockerfile"))
 
 
 def instructions(name: str) -> list[str]:
-    """What stands behind this word, lines that go on joined."""
+    """Return the arguments of this instruction, with continued lines joined."""
     return re.findall(rf"^{name} (.*)$", DOCKERFILE, flags=re.MULTILINE)
 
 

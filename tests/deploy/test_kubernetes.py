@@ -68,7 +68,7 @@ def groups(overlay: str) -> dict[str, dict[str, Any]]:
 
 
 def templates(overlay: str) -> dict[str, dict[str, Any]]:
-    """Of all pods that there will be, by the name of who has them."""
+    """Return the templates of all pods, by the name of their owner."""
     head = {"head": ray_cluster(overlay)["headGroupSpec"]["template"]}
     of_groups = {name: group["template"] for name, group in groups(overlay).items()}
     others = {
@@ -91,7 +91,7 @@ def container(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def strict(schema: Any) -> Any:
-    """As the API server reads a CRD, which drops or refuses a field that it does not know: here it is refused."""
+    """Return the schema with unknown fields refused; the API server drops or refuses them."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -173,7 +173,7 @@ def test_the_token_is_of_a_secret_that_kuberay_knows_from_1_6_on() -> None:
 
 @every_overlay
 def test_every_budget_allows_an_eviction_of_pods_that_there_are(overlay: str) -> None:
-    """Of pods that a custom resource without a scale owns, Kubernetes takes a whole `minAvailable` and nothing else."""
+    """Kubernetes accepts only a whole `minAvailable` for pods of a custom resource without a scale."""
     least = {name: group["minReplicas"] for name, group in groups(overlay).items()}
     least |= {one["metadata"]["name"]: one["spec"]["replicas"] for one in of_kind(overlay, "Deployment")}
     budgets = of_kind(overlay, "PodDisruptionBudget")
@@ -269,7 +269,7 @@ def test_pods_slots_gpus_and_maxima_agree(overlay: str) -> None:
 
 
 def selected(overlay: str, label: str) -> set[str | None]:
-    """What the groups' pods ask of this label of a Kubernetes node; None: nothing."""
+    """Return what the groups' pods require of this label of a Kubernetes node; None: nothing."""
     return {group["template"]["spec"].get("nodeSelector", {}).get(label) for group in groups(overlay).values()}
 
 
@@ -322,7 +322,7 @@ def test_the_image_for_gpus_has_what_reaches_rdma_devices() -> None:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_worker_that_finds_no_place_brings_a_pod_that_has_one(overlay: str) -> None:
-    """By Ray's autoscaler, with as many workers as there may be: no pod too few, and none that nobody needs."""
+    """Ray's autoscaler starts enough pods for as many workers as there may be, and none beyond."""
     metadata = {"name": "twostroke", "namespace": NAMESPACE}
     autoscaling = _derive_autoscaling_config_from_ray_cr({"metadata": metadata, "spec": deepcopy(ray_cluster(overlay))})
     for role, (group,) in role_groups(overlay):
@@ -412,7 +412,7 @@ def test_a_pod_is_given_the_time_to_take_its_replicas_elsewhere(overlay: str) ->
 
 
 def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: Path) -> None:
-    """As in a pod, but for the name: other Rays may run on this machine."""
+    """The hook runs as in a pod, but for the name, because other Rays may run on this machine."""
     command = container(groups("cpu-demo")["decode"]["template"])["lifecycle"]["preStop"]["exec"]["command"]
     shell, option, script = command
     assert "'[r]ay start'" in script

@@ -110,7 +110,7 @@ def test_every_alert_is_seen_to_fire():
 
 
 def test_every_alert_is_seen_to_be_silent_with_its_series_there():
-    """Where one is missing, silence proves nothing."""
+    """An alert that is silent because its series is missing would prove nothing."""
     recorded = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
 
     def series_of(rule: dict[str, Any]) -> set[str]:

@@ -61,7 +61,7 @@ class Server:
         return self._of_all("owned_blocks")
 
     def _of_all(self, number: str) -> int:
-        """Of all workers that can be reached."""
+        """Return the sum over all workers that can be reached."""
         stats = [worker["stats"] for worker in self.status()["workers"]]
         return sum(one[number] for one in stats if one is not None)
 
@@ -98,7 +98,7 @@ class Server:
         assert self._of_all("transfers_done") > 0 or not self.workers("prefill")
 
     def greedy_tokens(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
-        """What a request is answered with that nothing ends early, and how much of its prompt was found in caches."""
+        """Return the tokens of a request that nothing ends early, and how much of its prompt was cached."""
         answer = self.client.completions.create(
             model=MODEL,
             prompt=prompt,
@@ -166,7 +166,7 @@ def _few_threads() -> None:
 
 @pytest.fixture(scope="session")
 def expected() -> list[list[int]]:
-    """What one engine draws in this process for PROMPTS, one after the other, each in one chunk."""
+    """Return what one engine in this process draws for PROMPTS, one after the other, each in one chunk."""
     loaded = load_engine(
         EngineConfig(model_dir=BUNDLED_MODEL_DIR, dtype="float32", block_size=BLOCK_SIZE, num_blocks=64, threads=1)
     )

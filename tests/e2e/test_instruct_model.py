@@ -23,8 +23,8 @@ def test_the_instruct_model_answers_what_the_readme_asks_and_strangers_do_it_no_
     body = json.dumps({"model": INSTRUCT_MODEL, "messages": [QUESTION], "temperature": 0, "max_tokens": 48}).encode()
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "twostroke.cluster.cli", "serve", "--port", str(port), "--prefill", "0"]
-    with ServerProcess(command, port, lambda server: "\ncurl " in server.said()) as server:  # nothing said of a model
-        assert QUESTION["content"] in server.said(), "it is what the server tells to try"
+    with ServerProcess(command, port, lambda server: "\ncurl " in server.output()) as server:  # nothing said of a model
+        assert QUESTION["content"] in server.output(), "it is what the server tells to try"
         aggregated = Server(server)
         aggregated.check_ways(None)
         aggregated.client.close()

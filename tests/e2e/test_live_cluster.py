@@ -140,7 +140,7 @@ def test_logprobs_are_told_for_every_token_with_its_alternatives(server: Server)
 
 
 class Person(pydantic.BaseModel):
-    """What answers are parsed as."""
+    """Type that answers are parsed as."""
 
     name: Annotated[str, pydantic.Field(max_length=10)]
     age: Annotated[int, pydantic.Field(ge=0, le=130)]

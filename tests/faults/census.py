@@ -1,4 +1,5 @@
-"""What a process holds right now: descriptors, threads, tasks, mappings. Where nothing leaks, it comes back to that."""
+"""Resources that a process holds now: descriptors, threads, tasks, mappings. Where nothing leaks, they come back to
+what they were."""
 
 import asyncio
 import gc

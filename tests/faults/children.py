@@ -16,7 +16,7 @@ from tests.rigs.processes import comes, process_state
 from twostroke.protocol.requests import Address, Peer
 
 LIMIT_S = 20.0
-"""What takes longer will never happen."""
+"""Seconds after which an event counts as missing."""
 
 Report = dict[str, Any]
 

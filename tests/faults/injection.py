@@ -20,12 +20,12 @@ Action = Literal["freeze", "wait", "drop", "repeat", "flip", "cut", "slow", "tru
 _DEED_FIRST = ("flip", "cut")  # whoever hears of it may count on it
 
 LIMIT_S = 30.0
-"""For what never comes in a good run."""
+"""Seconds to wait for what never comes in a good run."""
 
 
 @dataclass
 class Fault:
-    """What happens where, and to which transfer; `skip` passages before it are let through, then `times` are not."""
+    """A fault at a point of a transfer; `skip` passages before it are let through, then `times` are not."""
 
     at: str
     action: Action
@@ -78,7 +78,7 @@ class Faults:
             freeze()
 
     async def passed(self, at: str) -> Fault | None:
-        """As `due`, for points where the event loop may wait."""
+        """Return the fault as `due` does, at points where the event loop may wait."""
         fault = self.due(at)
         if fault is not None and fault.action == "wait":
             await self._let_go.wait()

@@ -1,4 +1,5 @@
-"""What a pair's faults cost the pair beside it: `python -m tests.faults.neighbours [--rounds N] [--transport NAME]`.
+"""Cost of one pair's faults for the pair beside it: `python -m tests.faults.neighbours [--rounds N] [--transport
+NAME]`.
 
 A pair moves prompts of 4 MB, one after the other, all the time. Beside it another pair moves one prompt undisturbed,
 and then one that a fault strikes. For each fault, in each round: the neighbours' throughput in the window around the
@@ -96,7 +97,7 @@ async def busy(rig: Rig, source: str, target: str) -> AsyncIterator[list[float]]
 
 
 async def freed_after_leases(transfer: Transfer, struck_s: float) -> float:
-    """Until the survivors held nothing of the transfer any more."""
+    """Return the leases until the survivors held nothing of the transfer any more."""
     ends = []
     for end in (transfer.sent, transfer.received):
         with contextlib.suppress(WorkerLost, TimeoutError):

@@ -66,7 +66,7 @@ class PatternStore:
             self._blocks(layer)[block_ids] = pattern(seed, layer, len(block_ids))
 
     def count_wrong_bytes(self, seed: int, block_ids: list[int]) -> int:
-        """How many bytes of these blocks are not those of transfer `seed`."""
+        """Return how many bytes of these blocks are not those of transfer `seed`."""
         return sum(
             int(np.count_nonzero(self._blocks(layer)[block_ids] != pattern(seed, layer, len(block_ids))))
             for layer in range(LAYOUT.num_layers)

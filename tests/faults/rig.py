@@ -48,12 +48,12 @@ class Transfer:
         self._sent = asyncio.create_task(self.source.call("send", **arguments))
 
     async def sent(self) -> Report:
-        """How the source saw it end. Raises WorkerLost where it died."""
+        """Return how the source saw it end. Raises WorkerLost where it died."""
         assert self._sent is not None
         return await self._sent
 
     async def received(self) -> Report:
-        """How the target saw it end, once it has looked at every byte. Raises WorkerLost where it died."""
+        """Return how the target saw it end, once it has checked every byte. Raises WorkerLost where it died."""
         assert self._received is not None
         return await self._received
 

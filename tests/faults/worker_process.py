@@ -35,7 +35,7 @@ Report = dict[str, Any]
 
 
 class _Errors(logging.Handler):
-    """What was logged as an error: nothing should be."""
+    """Errors that were logged; there should be none."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -46,7 +46,7 @@ class _Errors(logging.Handler):
 
 
 class WorkerProcess:
-    """What runs in the process. Each public coroutine is a command."""
+    """Commands of the process. Each public coroutine is one."""
 
     def __init__(self, control: socket.socket, worker_id: str, epoch: int, transport: str):
         self._control = control
@@ -98,7 +98,7 @@ class WorkerProcess:
                 tasks.create_task(self._answer(number, call(**command)))
 
     async def _commands(self) -> AsyncIterator[Report]:
-        """As they come, until the parent is gone. The socket stays a blocking one, for the reports."""
+        """Yield commands until the parent is gone. The socket stays a blocking one, for the reports."""
         loop = asyncio.get_running_loop()
         received: asyncio.Queue[bytes] = asyncio.Queue()
         loop.add_reader(self._control, lambda: received.put_nowait(self._control.recv(65536)))
@@ -122,7 +122,7 @@ class WorkerProcess:
         """Compute (fill in) a prompt's KV, layer by layer, send it, and free its blocks."""
         block_ids = self._store.take(num_blocks_of(num_tokens))
         self._store.fill(seed, block_ids)
-        out = self._sender.open(decoded(ticket), num_tokens, block_ids, 0)
+        out = self._sender.begin_transfer(decoded(ticket), num_tokens, block_ids, 0)
         for num_ready in (num_tokens // 2, num_tokens):
             for layer in range(LAYOUT.num_layers):
                 out.layer_ready(layer, num_ready)
@@ -138,7 +138,7 @@ class WorkerProcess:
     async def receive(self, ticket: str, seed: int, num_tokens: int, hold: bool) -> Report:
         """Let a prompt's KV come, look at every byte of it, and free its blocks; where `hold`, `recheck` frees them."""
         block_ids = self._store.take(num_blocks_of(num_tokens))
-        incoming = self._receiver.expect(decoded(ticket), block_ids, num_tokens, 0)
+        incoming = self._receiver.expect_transfer(decoded(ticket), block_ids, num_tokens, 0)
         failure, wrong_bytes = None, 0
         try:
             token = await incoming.verified()
@@ -175,7 +175,7 @@ class WorkerProcess:
     # --- looking after ---
 
     async def census(self) -> Report:
-        """What this process holds."""
+        """Return what this process holds."""
         return {
             "census": {
                 **take_census(),

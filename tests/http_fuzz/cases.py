@@ -33,7 +33,7 @@ LONGEST = 24
 """Tokens that a sound case asks for at most: more would only take time."""
 
 MOST_CHOICES = 4
-"""Of a sound case, mostly; a few have more."""
+"""Headers of a sound case, mostly; a few have more."""
 
 
 _LACKING = {
@@ -42,7 +42,7 @@ _LACKING = {
     "/v1/messages/count_tokens": MessagesRequest.lacking,
 }
 _BY_GRAMMAR = (*StructuredFields.model_fields, "tools", "tool_choice", "text", "thinking", "output_config")
-"""What a grammar, and this model's own way to call tools, must make possible: hardly any case of them is sound."""
+"""Shapes of grammars and tool calls: hardly any random case of them is sound."""
 
 _LIMITS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}
 
@@ -148,7 +148,7 @@ def _short(value: Any) -> Any:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """Where a document says integer, 1.0 is one for it; the server wants 1."""
+    """Tell integers from floats: for a JSON schema 1.0 is an integer, and the server wants 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""For the fuzzing of HTTP: one server for all cases of a test file."""
+"""Fixtures for fuzzing HTTP: one server for all cases of a test file."""
 
 import asyncio
 import sys

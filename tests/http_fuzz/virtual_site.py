@@ -22,8 +22,7 @@ from twostroke.model.step import SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, SampledToken, Ticket
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
@@ -79,10 +78,9 @@ class VirtualSite(AbstractAsyncContextManager["VirtualSite"]):
         fleet, clock = self._fleet, self._loop.time
         self._engines = [(await fleet.start(role)).engine for role in ("prefill", "decode")]
         peer = Peer("router", 1)
-        self._channels = TokenChannels(network=self._fabric.at(peer.worker_id), peer=peer, clock=clock)
-        self._pipeline = Pipeline(
-            fleet=fleet, channels=self._channels, secret=SECRET, clock=clock, router=peer, config=PipelineConfig()
-        )
+        knowledge = FleetKnowledge(network=self._fabric.at(peer.worker_id), router=peer, clock=clock)
+        self._channels = knowledge.channels
+        self._pipeline = Pipeline(fleet=fleet, knowledge=knowledge, secret=SECRET)
         self._service = RouterService(
             config=ServiceConfig(model_name=MODEL),
             tokenizer=self._tokenizer,
@@ -169,7 +167,7 @@ class _Fleet(SimFleet):
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Through all that thousands of tests have left in this process it takes a second, which no request answers for."""
+    """Skip the full collection: with thousands of tests in this process it takes a second."""
     gc.disable()
     try:
         yield

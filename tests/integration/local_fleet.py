@@ -23,6 +23,7 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Pref
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.observe.stages import SequenceStages
 
@@ -36,7 +37,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Shape:
-    """How a fleet is built."""
+    """Sizes and settings of a fleet."""
 
     transport: str | None  # None: aggregated, no prefill worker
     block_size: int = 16
@@ -83,8 +84,8 @@ class LocalFleet:
         assert isinstance(called, PrefillWorker)
         return await called.prefill(request, ticket, pull)
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        return await self.by_peer[worker].read(request)
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        return await self.by_peer[worker].score_prompt(request)
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
@@ -148,21 +149,14 @@ async def serve(folder: Path, shape: Shape) -> AsyncIterator[Served]:
         for number in range(0 if shape.transport is None else shape.num_prefill):
             await _add_worker(stack, folder, shape, "prefill", f"prefill-{number}", fleet)
         router = Peer("router", draw_epoch())
-        channels = TokenChannels(network=network, peer=router, clock=time.monotonic)
-        stack.push_async_callback(channels.close)
-        pipeline = Pipeline(
-            fleet=fleet,
-            channels=channels,
-            secret=SECRET,
-            clock=time.monotonic,
-            router=router,
-            config=shape.pipeline,
-        )
-        yield Served(fleet, pipeline, channels)
+        knowledge = FleetKnowledge(network=network, router=router, clock=time.monotonic, config=shape.pipeline)
+        stack.push_async_callback(knowledge.channels.close)
+        pipeline = Pipeline(fleet=fleet, knowledge=knowledge, secret=SECRET)
+        yield Served(fleet, pipeline, knowledge.channels)
 
 
 def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shape: Shape | None = None) -> Answer:
-    """What `ask` gets where one worker of one rank has room for everything: the right answer."""
+    """Return the right answer: that of one worker of one rank with room for everything."""
 
     async def run() -> Answer:
         async with serve(folder, shape or Shape(None, num_blocks=256)) as served:
@@ -172,7 +166,7 @@ def of_one_worker(folder: Path, ask: Callable[[Served], Awaitable[Answer]], shap
 
 
 def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> WorkerSettings:
-    """What the ranks of a worker are told."""
+    """Return the settings of a worker's ranks."""
     return WorkerSettings(
         model=ModelSection(
             path=str(folder),
@@ -213,7 +207,7 @@ async def _add_worker(
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(config, parts.equipment)
+        worker = PrefillWorker(config, parts.deps)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
@@ -221,7 +215,7 @@ async def _add_worker(
             router_wait_s=shape.router_wait_s,
             **shape.decode,
         )
-        worker = DecodeWorker(decode_config, parts.equipment, parts.rank.loaded.swap_space)
+        worker = DecodeWorker(decode_config, parts.deps, parts.rank.loaded.swap_space)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

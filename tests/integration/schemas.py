@@ -21,7 +21,7 @@ PATTERNS = (
 
 
 def an_object(required: int | None = None, closed: bool = True, **properties: Schema) -> Schema:
-    """Of these properties, of which the first `required` must be there; None: all."""
+    """Return the schema of an object with these properties, of which the first `required` are required; None: all."""
     names = list(properties)
     schema: Schema = {"type": "object", "properties": properties, "required": names[:required]}
     return {**schema, "additionalProperties": False} if closed else schema
@@ -188,7 +188,7 @@ def references() -> list[Schema]:
 
 
 def annotated() -> list[Schema]:
-    """What says nothing about values."""
+    """Return schemas with keywords that say nothing about values."""
     words: Schema = {
         "title": "T",
         "description": "d",
@@ -234,7 +234,8 @@ def all_schemas(count: int = 500) -> list[Schema]:
 
 
 def takes(schema: Schema, text: str) -> bool:
-    """Whether it is JSON of the schema, as two libraries see it: one knows few formats, the other all that we do."""
+    """Return whether the text is JSON of the schema, by two libraries: one knows few formats, the other all that we
+    do."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -43,13 +43,13 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def often_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process rank 0 decides for all."""
+    """Make rank 0 of this process decide often and move copies in pieces."""
     monkeypatch.setattr(expert_balance, "EXAMINE_S", 0.05)
     monkeypatch.setitem(expert_slots.STEP_BYTES, "cpu", 2000)
 
 
 def engine_of(served: Served) -> TensorParallelEngine:
-    engine = served.fleet.worker("decode")._equipment.engine
+    engine = served.fleet.worker("decode")._deps.engine
     assert isinstance(engine, TensorParallelEngine)
     return engine
 

@@ -88,7 +88,7 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
         dense, *routed = stats.expert_skews
         infos = served.fleet.infos
         shards = [parts.rank.loaded.parallel.shard for parts in served.fleet.parts.values()]
-        parts = [parts.equipment for parts in served.fleet.parts.values()]
+        parts = [parts.deps for parts in served.fleet.parts.values()]
     assert sum(shard.has_whole_experts for shard in shards) == (shape.whole_experts is not None)
     assert {info.role for info in infos if info.layout.context_ranks > 1} == set(shape.shares_context)
     assert stats.prefix_hits > hits

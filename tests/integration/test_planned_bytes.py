@@ -1,4 +1,4 @@
-"""What the calculators say of a model, and what a server of it counts: the same bytes."""
+"""The calculators and a server count the same bytes of a model."""
 
 from pathlib import Path
 from typing import Any

@@ -19,7 +19,7 @@ from twostroke.protocol.requests import GenerateRequest, SamplingParams, Scoring
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.worker.life import MOST_BROKEN_REQUESTS
+from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
 
 PADDED = 4160
 """Tokens of the model below; its tokenizer has 4096."""
@@ -125,7 +125,7 @@ def test_a_request_that_no_step_can_take_in_is_refused_and_its_neighbours_finish
 
 
 class Broken(Exception):
-    """What nobody expects."""
+    """An error that nobody expects."""
 
 
 @pytest.mark.parametrize("error", [Broken, ValueError, RecursionError])
@@ -184,7 +184,7 @@ def test_a_prompt_whose_reading_raises_ends_alone(folder: Path, monkeypatch: pyt
             asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
             *beside, failed = await asyncio.gather(
                 *asked,
-                served.fleet.read(info.peer, msgspec.structs.replace(read, max_tokens=1)),
+                served.fleet.score_prompt(info.peer, msgspec.structs.replace(read, max_tokens=1)),
                 return_exceptions=True,
             )
             assert isinstance(failed, RequestError), failed
@@ -199,7 +199,7 @@ async def test_a_worker_with_broken_logits_answers_nothing_and_is_unhealthy(fold
     async with serve(folder, Shape(None, num_blocks=256, num_decode=2)) as served:
         alone = [await answer(served, a_request(prompt)) for prompt in PROMPTS]
         worker = served.fleet.worker("decode", 1)
-        sampler = worker._equipment.engine._runner._sampler  # type: ignore[attr-defined]
+        sampler = worker._deps.engine._runner._sampler  # type: ignore[attr-defined]
         sample = sampler.sample
         sampler.sample = lambda logits, *rest: sample(logits.fill_(float("nan")), *rest)
         for _ in range(8):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, serve
 from twostroke.protocol.requests import GenerateRequest, ScoringParams
-from twostroke.router.generate.reading import PromptScored
+from twostroke.router.generate.score import PromptScored
 from twostroke.router.observe.stages import SequenceStages
 
 PROMPT = list(range(3, 53))

@@ -25,7 +25,7 @@ NUM_BLOCKS, BLOCK_SIZE = 32, 16
 
 
 async def answers(served: Served) -> list[list[int]]:
-    """To one prompt after the other: no row's sums depend on what runs beside it."""
+    """Return the answers to one prompt after the other, so that no row's sums depend on what runs beside it."""
     return [await served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS]
 
 

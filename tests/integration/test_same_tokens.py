@@ -81,7 +81,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked, and what is right."""
+    """Requests, and their right answers."""
 
     folder: Path
     prompts: list[list[int]]
@@ -89,7 +89,7 @@ class Case:
     lengths: list[int]  # tokens of each answer that can be compared
 
     def is_right(self, answers: list[list[int]]) -> bool:
-        """Whether the answers are complete, and equal wherever they can be compared."""
+        """Return whether the answers are complete, and equal wherever they can be compared."""
         complete = all(len(answer) == NEW_TOKENS for answer in answers)
         rows = zip(answers, self.expected, self.lengths, strict=True)
         return complete and all(answer[:length] == row[:length] for answer, row, length in rows)
@@ -156,7 +156,7 @@ PRESSURES = {
 
 
 async def kinds_of_answers(served: Served) -> list[list[int]]:
-    """To a dozen requests of all kinds at once."""
+    """Return the answers to a dozen requests of all kinds at once."""
     kinds = (
         SamplingParams(temperature=0.0),
         SamplingParams(seed=1),
@@ -201,13 +201,13 @@ RANKS = {
 
 
 async def ranked_answers(served: Served) -> list[list[int]]:
-    """To all prompts at once."""
+    """Return the answers to all prompts at once."""
     return await asyncio.gather(*(served.generate(prompt, MORE_TOKENS, GREEDY) for prompt in PROMPTS))
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(folder: Path) -> list[list[int]]:
-    """What a single worker of one rank draws."""
+    """Return what a single worker of one rank draws."""
     return of_one_worker(folder, ranked_answers)
 
 
@@ -235,7 +235,7 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
         (parts,) = [parts for parts in served.fleet.parts.values() if parts.led is not None]
         assert parts.led is not None
         (process,) = parts.led.own.processes
-        step, num_steps = worker._equipment.engine.step, 0
+        step, num_steps = worker._deps.engine.step, 0
 
         async def kill_and_step(*args: Any) -> Any:
             nonlocal num_steps
@@ -244,7 +244,7 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
                 process.kill()
             return await step(*args)
 
-        worker._equipment.engine.step = kill_and_step  # type: ignore[method-assign]
+        worker._deps.engine.step = kill_and_step  # type: ignore[method-assign]
         assert await served.generate(PROMPTS[-1], MORE_TOKENS, GREEDY) == of_one_rank[-1]
         with pytest.raises(WorkerLost, match="rank 1"):
             worker.check_health()

@@ -60,7 +60,7 @@ async def write(engine: Engine, answers: Sequence[Answer], ends: Sequence[int]) 
 
 @dataclass
 class Tally:
-    """What came of all answers."""
+    """Counts of answers by outcome."""
 
     refused: int = 0  # schemas
     ended: int = 0

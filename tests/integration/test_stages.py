@@ -111,7 +111,7 @@ async def test_a_killed_stage_is_its_workers_end_and_the_stream_goes_on_elsewher
         victims: list[Any] = []
         for peer, parts in served.fleet.parts.items():
             if parts.led is not None:
-                engine, (process,) = parts.equipment.engine, parts.led.own.processes
+                engine, (process,) = parts.deps.engine, parts.led.own.processes
                 engine.step = _killing(engine.step, process, victims, served.fleet.by_peer[peer])  # type: ignore[method-assign]
         assert await served.generate(PROMPTS[-1], NEW_TOKENS, GREEDY) == expected[-1]
         ((process, worker),) = victims
@@ -125,7 +125,8 @@ async def test_a_killed_stage_is_its_workers_end_and_the_stream_goes_on_elsewher
 
 
 def _killing(step: Any, process: Any, victims: list[Any], worker: Any) -> Any:
-    """As the engine's step, which kills the process before the third step of whichever worker comes to it first."""
+    """Wrap the engine's step so that it kills the process before the third step of the first worker that comes to
+    it."""
     num_steps = 0
 
     async def kill_and_step(*args: Any) -> Any:

@@ -120,7 +120,7 @@ async def of_persons(here: Site, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[dict[str, Any]]:
-    """What six requests get where nothing happens to them."""
+    """Return the answers to six requests without any disturbance."""
 
     async def ask() -> list[dict[str, Any]]:
         async with site() as here:
@@ -134,7 +134,7 @@ def undisturbed() -> list[dict[str, Any]]:
 async def test_a_decode_worker_that_dies_in_mid_object_changes_no_token(undisturbed: list[dict[str, Any]]) -> None:
     async with site(num_decode=2) as here:
         worker = here.served.fleet.worker("decode")
-        step, num_steps = worker._equipment.engine.step, 0
+        step, num_steps = worker._deps.engine.step, 0
 
         async def dies_at_its_tenth(*args: Any) -> Any:
             nonlocal num_steps
@@ -143,7 +143,7 @@ async def test_a_decode_worker_that_dies_in_mid_object_changes_no_token(undistur
                 raise WorkerLost("killed")
             return await step(*args)
 
-        worker._equipment.engine.step = dies_at_its_tenth  # type: ignore[method-assign]
+        worker._deps.engine.step = dies_at_its_tenth  # type: ignore[method-assign]
         answers = await of_persons(here, 6)
         assert num_steps >= 10
         assert answers == undisturbed
@@ -165,7 +165,7 @@ async def test_prefill_that_fails_leaves_the_first_token_to_a_decode_worker_that
         async def dies(*args: Any) -> Any:
             raise WorkerLost("killed")
 
-        here.served.fleet.worker("prefill")._equipment.engine.step = dies  # type: ignore[method-assign]
+        here.served.fleet.worker("prefill")._deps.engine.step = dies  # type: ignore[method-assign]
         assert await of_persons(here, 6) == undisturbed
 
 

@@ -98,7 +98,7 @@ def pull_from(served: Served, source: WorkerInfo) -> None:
     ):
         assert ticket is None
         pull = mint_ticket(SECRET, request.request_id, source.peer, target, served.fleet.infos[0].transfer_addresses)
-        worker._send_prefix(pull, request.token_ids, request.cache_salt, request.log_context)
+        worker.send_prefix(pull, request.token_ids, request.cache_salt, request.log_context)
         return await decode(target, request, None, pull)
 
     served.fleet.decode = decode_and_pull  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ async def test_a_prompt_that_another_prefill_worker_has_read_is_pulled_from_ther
 
 @pytest.fixture
 def refusing() -> Iterator[Address]:
-    """Where connections are refused: the port is taken, and nobody listens."""
+    """Yield an address that refuses connections: its port is taken, and nobody listens."""
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         yield Address(HOST, taken.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What is read of a machine's RDMA devices, and what is said of it."""
+"""RDMA ports of a machine, and the reasons why RDMA may not be used."""
 
 import re
 import resource

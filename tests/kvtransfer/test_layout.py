@@ -1,4 +1,4 @@
-"""Who sends what to whom: every head of every token arrives once, where it belongs."""
+"""The layout of transfers: every head of every token arrives once, in its place."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, make_transport, reach
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_pair, rank_pairs
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout, RankCut, incompatibility
@@ -98,13 +98,13 @@ def assert_prompt(store: FakeStore, block_ids: tuple[int, ...], tokens: range) -
 def test_sizes_that_can_not_share_the_heads_raise(sizes: tuple[int, int, int]) -> None:
     source_tp, target_tp, heads = sizes
     with pytest.raises(ValueError, match="can't share"):
-        plan_lanes(layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4))
+        rank_pairs(layout_of(source_tp, heads, 4), layout_of(target_tp, heads, 4))
 
 
 @pytest.mark.parametrize("pp", [0, LAYERS + 1])
 def test_stages_that_can_not_share_the_layers_raise(pp: int) -> None:
     with pytest.raises(ValueError, match=f"{pp} stages can't share {LAYERS} layers"):
-        plan_lanes(layout_of(1, 1, 4), layout_of(1, 1, 4, pp=pp))
+        rank_pairs(layout_of(1, 1, 4), layout_of(1, 1, 4, pp=pp))
     with pytest.raises(ValueError, match="2 stages can't share 3 ranks"):
         layout_of(1, 1, 4).over(RankCut(3, 2))
 
@@ -126,7 +126,7 @@ def test_every_byte_arrives_once_where_it_belongs(
     max_units = data.draw(st.integers(1, 9))
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    lanes = plan_lanes(source_layout, target_layout)
+    lanes = rank_pairs(source_layout, target_layout)
     assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
     assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
     for stage in range(source_layout.pp_size):
@@ -172,7 +172,7 @@ def test_every_token_of_latents_goes_from_who_has_it_to_who_is_to_have_it(
     num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    lanes = plan_lanes(source_layout, target_layout)
+    lanes = rank_pairs(source_layout, target_layout)
     assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
     assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
     sources, targets = stores_of(source_layout), stores_of(target_layout)
@@ -213,7 +213,7 @@ def test_parts_that_can_not_be_are_refused(layout: KVLayout, fault: str) -> None
 def test_layers_with_windows_lie_in_other_groups_and_tensors_where_there_are_other_stages(
     source_pp: int, target_pp: int
 ) -> None:
-    """Of the whole model, layer 2 is in the second group's second tensor; of its first half alone, in a third group."""
+    """Layer 2 is in the second group's second tensor of the whole model, and in a third group of its first half."""
     whole = KVLayout("m", "bfloat16", 6, 2, HEAD_DIM, 4, windows=(0, 6, 6) * 2)
     source_layout, target_layout = (whole.over(RankCut(pp, pp)) for pp in (source_pp, target_pp))
     assert incompatibility(source_layout, target_layout) is None
@@ -236,8 +236,8 @@ def _move(
     """Everything over all lanes, each unit once: the KV of these tokens, of which there are `tokens.stop`."""
     source_layout, target_layout = sources[0].layout, targets[0].layout
     written: Counter[tuple[int, int, int, int]] = Counter()  # target rank, layer, unit, head
-    for lane in plan_lanes(source_layout, target_layout):
-        from_cut, to_cut = cut_lane(lane, source_layout, target_layout, "raw")
+    for lane in rank_pairs(source_layout, target_layout):
+        from_cut, to_cut = cut_pair(lane, source_layout, target_layout, "raw")
         plan = ChunkPlan(
             groups=source_layout.groups, layers=lane.layers, num_tokens=tokens.stop, num_ready_tokens=tokens.stop
         )
@@ -352,8 +352,10 @@ async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, source_ids, num_tokens)
-        outs = [sender.open(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
-        incomings = [receiver.expect(fleet.ticket, target_ids, num_tokens, num_skipped) for receiver in fleet.receivers]
+        outs = [sender.begin_transfer(fleet.ticket, num_tokens, source_ids, 0) for sender in fleet.senders]
+        incomings = [
+            receiver.expect_transfer(fleet.ticket, target_ids, num_tokens, num_skipped) for receiver in fleet.receivers
+        ]
         for tokens, (rank, out) in itertools.product((10, num_tokens), enumerate(outs)):
             for layer in source.layers_of(rank):
                 out.layer_ready(layer, tokens)
@@ -366,7 +368,7 @@ async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
         for stats in (end.stats for ends in (fleet.senders, fleet.receivers) for end in ends):
             assert (stats.done, stats.failed, stats.in_flight) == (1, 0, 0)
         used = sum(len(sender.links()) for sender in fleet.senders)
-        assert used == len(plan_lanes(source, target))
+        assert used == len(rank_pairs(source, target))
 
 
 @pytest.mark.parametrize("pp", [1, 3])
@@ -374,16 +376,18 @@ async def _exchange_a_prompt(source: KVLayout, target: KVLayout) -> None:
 async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_equally_much(
     source_tp: int, target_tp: int, pp: int
 ) -> None:
-    """What one end of every link counts, of a prompt of 13 blocks of which the target has the first, over as many
-    stages on both sides."""
+    """Each end counts what it moves of a prompt of 13 blocks of which the target has the first; both sides have as many
+    stages."""
     block_size, num_tokens = 4, 52
     source, target = (layout_of(tp, 1, block_size, kinds=1, pp=pp) for tp in (source_tp, target_tp))
     blocks = block_table(num_tokens, block_size, 1)
     async with asyncio.timeout(30), Fleet(source, target) as fleet:
         for store in fleet.sources:
             write_prompt(store, blocks, num_tokens)
-        outs = [sender.open(fleet.ticket, num_tokens, blocks, num_tokens) for sender in fleet.senders]
-        incomings = [receiver.expect(fleet.ticket, blocks, num_tokens, block_size) for receiver in fleet.receivers]
+        outs = [sender.begin_transfer(fleet.ticket, num_tokens, blocks, num_tokens) for sender in fleet.senders]
+        incomings = [
+            receiver.expect_transfer(fleet.ticket, blocks, num_tokens, block_size) for receiver in fleet.receivers
+        ]
         for out in outs:
             out.commit(TOKEN)
         await asyncio.gather(*(end.end() for end in (*outs, *incomings)))
@@ -394,8 +398,8 @@ async def test_each_target_rank_is_sent_latents_once_and_the_sources_ranks_send_
 
 async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(2, 2, 4), layout_of(1, 2, 4)) as fleet:
-        outs = [sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
-        incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        outs = [sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
+        incoming = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
         outs[0].commit(TOKEN)
         await outs[0].done()
         outs[1].abort("its engine died")
@@ -405,17 +409,17 @@ async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches
 
 async def test_a_lane_that_is_refused_takes_the_senders_other_lanes_with_it() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(1, 2, 4), layout_of(2, 2, 4)) as fleet:
-        (out,) = (sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
-        first = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
-        fleet.receivers[1].refuse(fleet.ticket)
+        (out,) = (sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
+        first = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
+        fleet.receivers[1].refuse_offer(fleet.ticket)
         await fails(out.done(), match="given the request up already")
         await fails(first.verified())
 
 
 async def test_ranks_that_name_different_first_tokens_are_not_believed() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(2, 2, 4), layout_of(1, 2, 4)) as fleet:
-        outs = [sender.open(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
-        incoming = fleet.receivers[0].expect(fleet.ticket, (0, 1), 8, 0)
+        outs = [sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders]
+        incoming = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
         for token, out in enumerate(outs):
             out.commit(SampledToken(token))
         await fails(incoming.verified(), match="different first tokens")
@@ -425,19 +429,19 @@ async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
     async with Fleet(layout_of(1, 2, 4), layout_of(1, 2, 4)) as fleet:
         odd = mint_ticket(SECRET, "r", P, D, fleet.ticket.target_addresses, source_cut=RankCut(2))
         await fails(
-            fleet.senders[0].open(odd, 8, (0, 1), 8).done(),
+            fleet.senders[0].begin_transfer(odd, 8, (0, 1), 8).done(),
             match="counts 2 ranks in 1 stages, and this worker has 1 ranks in 1",
         )
 
 
 async def test_a_rank_whose_heads_copies_send_is_done_with_its_commit() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(3, 1, 4), layout_of(2, 1, 4)) as fleet:
-        idle = fleet.senders[2].open(fleet.ticket, 8, (0, 1), 8)
+        idle = fleet.senders[2].begin_transfer(fleet.ticket, 8, (0, 1), 8)
         assert not idle.lanes
         assert not idle.ended
         idle.commit(TOKEN)
         await idle.done()
         again = fleet.mint(fleet.ticket.target_addresses)
-        given_up = fleet.senders[2].open(again, 8, (0, 1), 8)
+        given_up = fleet.senders[2].begin_transfer(again, 8, (0, 1), 8)
         await fleet.senders[2].close()
         await fails(given_up.done(), match="the source is closing")

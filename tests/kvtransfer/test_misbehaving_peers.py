@@ -130,7 +130,7 @@ async def test_nothing_may_follow_the_commit(more: Callable[[bytes], Message], t
 async def test_an_offer_is_good_only_for_the_source_that_its_ticket_names() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket = pair.ticket(source=NEIGHBOUR)
-        incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
+        incoming = pair.receiver.expect_transfer(ticket, [4, 5, 6], 12, 0)
         peer.connection.send(Offer(ticket, 12))
         answer = await peer.answer()
         assert isinstance(answer, Abort)
@@ -158,12 +158,14 @@ async def test_a_ticket_is_good_for_one_offer_whatever_became_of_it() -> None:
 async def test_an_offer_is_good_only_for_the_rank_that_its_ticket_counts() -> None:
     async with make_pair() as pair, raw_peer(pair) as peer:
         ticket = mint_ticket(SECRET, "r", P, D, (pair.address,), source_cut=RankCut(2))
-        incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
+        incoming = pair.receiver.expect_transfer(ticket, [4, 5, 6], 12, 0)
         peer.connection.send(Offer(ticket, 12))
         assert await peer.answer() == Grant(ticket.transfer_id, 0), "rank 0 has the one head"
         waiting = asyncio.create_task(incoming.verified())
         odd = mint_ticket(SECRET, "r", P, D, (pair.address,), source_cut=RankCut(0))
-        await fails(pair.receiver.expect(odd, [7], 4, 0).verified(), match="0 ranks in 1 stages can't send to 1")
+        await fails(
+            pair.receiver.expect_transfer(odd, [7], 4, 0).verified(), match="0 ranks in 1 stages can't send to 1"
+        )
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 
@@ -197,7 +199,7 @@ async def test_nobody_declines_or_withdraws_the_transfer_of_another_source_befor
         assert heard[-1:] == [ticket.transfer_id]
         other.connection.send(Abort(ticket.transfer_id, "not yours"))
         await granted_and_done(pair, other, "theirs", NEIGHBOUR)
-        incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, 0)
+        incoming = pair.receiver.expect_transfer(ticket, [4, 5, 6], 12, 0)
         assert await peer.answer() == Grant(ticket.transfer_id, 0)
         incoming.abort("enough")
 
@@ -205,7 +207,7 @@ async def test_nobody_declines_or_withdraws_the_transfer_of_another_source_befor
 async def granted_and_done(pair: Pair, peer: RawPeer, request_id: str, source: Peer = P) -> None:
     """A whole transfer: everything sent before it has been handled then."""
     ticket = pair.ticket(request_id, source)
-    incoming = pair.receiver.expect(ticket, [10], 4, 0)
+    incoming = pair.receiver.expect_transfer(ticket, [10], 4, 0)
     peer.connection.send(Offer(ticket, 4))
     assert await peer.answer() == Grant(ticket.transfer_id, 0)
     await peer.send_chunk(ticket, 0, *(Run(layer, 0, 1) for layer in range(3)))
@@ -233,7 +235,7 @@ async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes
     async with make_pair() as pair:
         neighbour = pair.make_sender(peer=NEIGHBOUR)
         ticket = pair.ticket("neighbour", source=NEIGHBOUR)
-        out = neighbour.open(ticket, 4, [1], 0)
+        out = neighbour.begin_transfer(ticket, 4, [1], 0)
         async with raw_peer(pair) as peer:
             _, waiting = await granted(pair, peer)
             peer.connection.send(message)
@@ -242,7 +244,7 @@ async def test_a_stream_that_can_not_be_trusted_is_closed_and_the_neighbour_goes
                 await peer.answer()
             with pytest.raises(ConnectionLost):
                 await peer.link.discard(1)  # the link is closed too
-        incoming = pair.receiver.expect(ticket, [9], 4, 0)
+        incoming = pair.receiver.expect_transfer(ticket, [9], 4, 0)
         for layer in range(3):
             out.layer_ready(layer, 4)
         out.commit(TOKEN)
@@ -330,7 +332,7 @@ async def raw_target(pair: Pair, *answers: Any, pings: int = 0) -> AsyncIterator
 )
 async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | None) -> None:
     async with make_pair() as pair, raw_target(pair, answer) as ticket:
-        out = pair.sender.open(ticket, 4, [1], 4)
+        out = pair.sender.begin_transfer(ticket, 4, [1], 4)
         out.commit(TOKEN)
         if text is None:
             await settle(lambda: out.lanes[0].state.name == "COMMITTED")
@@ -341,6 +343,6 @@ async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | N
 async def test_a_target_may_ping_before_its_welcome_and_say_too_late_or_of_nobody_that_it_waits_for_room() -> None:
     answers = [Awaited, lambda _: Awaited(b"nobody's"), Verified, Awaited]
     async with make_pair() as pair, raw_target(pair, *answers, pings=2) as ticket:
-        out = pair.sender.open(ticket, 4, [1], 4)
+        out = pair.sender.begin_transfer(ticket, 4, [1], 4)
         out.commit(TOKEN)
         await out.done()

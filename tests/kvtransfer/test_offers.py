@@ -1,8 +1,6 @@
-"""Who is told of an offer, or of its absence, and who is not: on virtual time, beside a receiver that does nothing.
+"""Offers: callbacks of waiting requests, single use of tickets, and KV that is kept while its request waits for room.
 
-Single use, within bounds.
-
-KV whose request waits for room at the target: it is kept, for as long as somebody may still want it.
+Callbacks are tested on virtual time, beside a receiver that does nothing.
 """
 
 import asyncio
@@ -15,7 +13,8 @@ from msgspec.structs import replace
 from tests.rigs.kv_pair import fails
 from tests.rigs.played import played_by
 from tests.worker.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, make_parts
-from twostroke.kvtransfer.sides import AwaitedOffers, UsedTickets
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.tickets import UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
@@ -28,7 +27,7 @@ TICKET = Ticket(b"a transfer", "r", Peer("source", 1), Peer("target", 2), (Addre
 
 
 class FakeReceiver:
-    """What AwaitedOffers uses of a KVReceiver."""
+    """The part of a KVReceiver that AwaitedOffers uses."""
 
     def __init__(self) -> None:
         self.offers: set[bytes] = set()
@@ -42,12 +41,12 @@ class FakeReceiver:
         self.offers.add(transfer_id)
         self.on_offer(transfer_id)
 
-    def refuse(self, ticket: Ticket) -> None:
+    def refuse_offer(self, ticket: Ticket) -> None:
         self.refused.append(ticket)
 
 
 Steps = list[tuple[float, str]]
-"""After so many seconds: what happens to the offer, or to who waits for it."""
+"""Events of the offer or of its waiting request, each with its time in seconds."""
 
 
 @pytest.mark.parametrize(
@@ -78,9 +77,9 @@ def test_who_waits_two_seconds_for_an_offer_is_told_once_what_became_of_it(
             "comes": lambda: receiver.offer(TICKET.transfer_id),
             "another comes": lambda: receiver.offer(b"another"),
             "declined": lambda: receiver.on_offer(TICKET.transfer_id),
-            "refuse": lambda: offers.refuse(TICKET),
-            "wait": lambda: offers.wait(TICKET, 2.0, came=hear("came"), missing=hear("missing")),
-            "wait for ever": lambda: offers.wait(TICKET, came=hear("came")),
+            "refuse": lambda: offers.refuse_offer(TICKET),
+            "wait": lambda: offers.await_offer(TICKET, 2.0, on_offered=hear("came"), on_missing=hear("missing")),
+            "wait for ever": lambda: offers.await_offer(TICKET, on_offered=hear("came")),
         }
         for after_s, what in steps:
             await asyncio.sleep(after_s)
@@ -133,7 +132,7 @@ class Ends:
 
     async def offer(self, ticket: Ticket) -> OutgoingTransfer:
         """All of it is computed. Returns when the offer has had time to arrive."""
-        transfer = self.source.sender.open(ticket, NUM_TOKENS, BLOCKS, NUM_TOKENS)
+        transfer = self.source.sender.begin_transfer(ticket, NUM_TOKENS, BLOCKS, NUM_TOKENS)
         transfer.commit(TOKEN)
         await asyncio.sleep(0.5)
         return transfer
@@ -142,12 +141,12 @@ class Ends:
         """An offer whose request waits for room, and has done so for long."""
         ticket = self.ticket()
         out = await self.offer(ticket)
-        self.target.receiver.keep(ticket)
+        self.target.receiver.keep_offer(ticket)
         await asyncio.sleep(LONG_S)
         return ticket, out
 
     async def assert_arrives(self, ticket: Ticket, out: OutgoingTransfer) -> None:
-        assert await self.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified() == TOKEN
+        assert await self.target.receiver.expect_transfer(ticket, BLOCKS, NUM_TOKENS, 0).verified() == TOKEN
         await out.done()
 
 
@@ -174,9 +173,9 @@ def play(script: Callable[[Ends], Awaitable[None]]) -> None:
 async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted(ends: Ends, first: str) -> None:
     ticket = ends.ticket()
     if first == "request":  # as it is on a target of several ranks, and where a source has several
-        ends.target.receiver.keep(ticket)
+        ends.target.receiver.keep_offer(ticket)
     out = await ends.offer(ticket)
-    ends.target.receiver.keep(ticket)
+    ends.target.receiver.keep_offer(ticket)
     await asyncio.sleep(LONG_S)
     assert not out.ended
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) == NUM_TOKENS
@@ -193,7 +192,7 @@ async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
 @played_by(play)
 async def test_a_kept_offer_ends_when_its_request_is_given_up(ends: Ends) -> None:
     ticket, out = await ends.keep()
-    ends.target.receiver.refuse(ticket)
+    ends.target.receiver.refuse_offer(ticket)
     await fails(out.done(), match="has given the request up")
 
 
@@ -204,7 +203,8 @@ async def test_a_kept_offer_ends_when_its_source_gives_it_up(ends: Ends) -> None
     await asyncio.sleep(0.5)
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
     await fails(
-        ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0).verified(), match="has given the transfer up already"
+        ends.target.receiver.expect_transfer(ticket, BLOCKS, NUM_TOKENS, 0).verified(),
+        match="has given the transfer up already",
     )
 
 
@@ -216,30 +216,30 @@ async def test_a_kept_offer_ends_with_its_connection(ends: Ends, lost: str) -> N
     await fails(out.done())
     await asyncio.sleep(0.5)
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-    ends.target.receiver.refuse(ticket)
+    ends.target.receiver.refuse_offer(ticket)
 
 
 @played_by(play)
 async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_to_be_forged(ends: Ends) -> None:
     ticket, out = await ends.keep()
     forged = replace(ticket, mac=bytes(16))
-    await fails(ends.target.receiver.expect(forged, BLOCKS, NUM_TOKENS, 0).verified(), match="signature")
+    await fails(ends.target.receiver.expect_transfer(forged, BLOCKS, NUM_TOKENS, 0).verified(), match="signature")
     await fails(out.done(), match="no request came")
 
 
 @played_by(play)
 async def test_what_a_rank_offers_that_is_no_part_of_the_transfer_is_not_kept(ends: Ends) -> None:
-    stranger = await ends.connect_rank(1)
+    unknown = await ends.connect_rank(1)
     ticket = ends.ticket()
-    stranger.send(Offer(ticket, NUM_TOKENS))
+    unknown.send(Offer(ticket, NUM_TOKENS))
     out = await ends.offer(ticket)
-    ends.target.receiver.keep(ticket)
+    ends.target.receiver.keep_offer(ticket)
     await ends.assert_arrives(ticket, out)
     assert ends.target.receiver.offered_tokens(ticket.transfer_id) is None
-    while not isinstance(message := await stranger.receive(), Abort):
+    while not isinstance(message := await unknown.receive(), Abort):
         pass
     assert message == Abort(ticket.transfer_id, "nothing is expected of this rank")
-    await stranger.close()
+    await unknown.close()
 
 
 @played_by(play)
@@ -247,8 +247,8 @@ async def test_a_source_that_hears_of_no_room_twice_and_too_late_sends_all_the_s
     ticket = ends.ticket()
     out = await ends.offer(ticket)
     for _ in range(2):
-        ends.target.receiver.keep(ticket)
-    incoming = ends.target.receiver.expect(ticket, BLOCKS, NUM_TOKENS, 0)
+        ends.target.receiver.keep_offer(ticket)
+    incoming = ends.target.receiver.expect_transfer(ticket, BLOCKS, NUM_TOKENS, 0)
     assert await incoming.verified() == TOKEN
     await out.done()
 
@@ -261,10 +261,10 @@ async def test_all_ranks_offers_of_one_transfer_are_kept_as_one(ends: Ends) -> N
     for rank in ranks:
         rank.send(Offer(ticket, NUM_TOKENS))
     await asyncio.sleep(0.5)
-    ends.target.receiver.keep(ticket)
+    ends.target.receiver.keep_offer(ticket)
     for rank in ranks:
         while not isinstance(message := await rank.receive(), Abort | Awaited):
             pass
         assert message == Awaited(ticket.transfer_id)
         await rank.close()
-    ends.target.receiver.refuse(ticket)
+    ends.target.receiver.refuse_offer(ticket)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kvtransfer.test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
 from tests.rigs.kv_pair import SECRET, TOKEN, D, P, fails, settle
-from twostroke.kvtransfer.ranks import RankedOutgoing, RankedReceiver, RankedSender, RankTransfers
+from twostroke.kvtransfer.ranks import RankedReceiver, RankedSender, RankedTransfer, RankTransfers
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.sender import KVSender
@@ -71,11 +71,11 @@ class Workers:
         self.source_ids = block_table(TOKENS, 4, 1)
         self.target_ids = block_table(TOKENS, 8, 2)
 
-    def open(self, num_ready: int = 0) -> RankedOutgoing:
-        return self.sender.open(self.fleet.ticket, TOKENS, self.source_ids, num_ready)
+    def open(self, num_ready: int = 0) -> RankedTransfer:
+        return self.sender.begin_transfer(self.fleet.ticket, TOKENS, self.source_ids, num_ready)
 
     def expect(self) -> Any:
-        return self.receiver.expect(self.fleet.ticket, self.target_ids, TOKENS, 8)
+        return self.receiver.expect_transfer(self.fleet.ticket, self.target_ids, TOKENS, 8)
 
 
 @pytest.fixture
@@ -198,12 +198,12 @@ async def test_a_lost_rank_ends_its_workers_transfers_present_and_future(workers
 
 async def test_an_offer_that_is_refused_by_rank_0_is_refused_by_all(workers: Workers) -> None:
     outgoing = workers.open()
-    workers.receiver.refuse(workers.fleet.ticket)
+    workers.receiver.refuse_offer(workers.fleet.ticket)
     await fails(outgoing.done(), match="given the request up")
 
 
 async def test_an_offer_that_is_kept_by_rank_0_is_kept_by_all(workers: Workers) -> None:
-    workers.receiver.keep(workers.fleet.ticket)
+    workers.receiver.keep_offer(workers.fleet.ticket)
     own = workers.open(TOKENS)
     other = workers.others[0].transfers
     await settle(lambda: bool(other._outgoing))
@@ -239,10 +239,10 @@ async def test_a_rank_that_fails_tells_why() -> None:
 async def test_whoever_is_not_waited_for_is_turned_away(hello: RankHello | StepEnded) -> None:
     async with led(P, 2) as (ranks, _):
         assert ranks._listener is not None
-        stranger = await NETWORK.connect(ranks._listener.address)
-        stranger.send(hello)
-        await stranger.receive()  # a refusal
+        unknown = await NETWORK.connect(ranks._listener.address)
+        unknown.send(hello)
+        await unknown.receive()  # a refusal
         with pytest.raises(ConnectionLost):
-            await stranger.receive()
-        await stranger.close()
+            await unknown.receive()
+        await unknown.close()
         assert ranks.loss is None

@@ -44,8 +44,8 @@ async def arrives(
     `ready` tokens are there from the start.
     """
     ticket = pair.ticket()
-    incoming = pair.receiver.expect(ticket, target_ids, num_tokens, skip)
-    out = pair.sender.open(ticket, num_tokens, source_ids, ready)
+    incoming = pair.receiver.expect_transfer(ticket, target_ids, num_tokens, skip)
+    out = pair.sender.begin_transfer(ticket, num_tokens, source_ids, ready)
     (lane,) = out.lanes.values()
     compute(out, pair.source.layout.num_layers, *ends)
     out.commit(TOKEN)
@@ -84,9 +84,9 @@ async def test_of_layers_with_a_window_what_the_next_token_attends_to_comes_from
         ticket = pair.ticket()
         # A row is a block of layer 1, which keeps all, one of layer 0, and one of layer 2.
         there = [0, -1, -1, 1, -1, -1, 2, -1, -1, 3, 13, 23, 4, 14, 24]
-        incoming = pair.receiver.expect(ticket, there, 18, 4)
+        incoming = pair.receiver.expect_transfer(ticket, there, 18, 4)
         here = [10, 20, 30, 11, 21, 31, 12, -1, -1, 13, -1, -1, 14, -1, -1]
-        out = pair.sender.open(ticket, 18, here, 0)
+        out = pair.sender.begin_transfer(ticket, 18, here, 0)
         compute(out, 3, 8)
         here = [10, -1, -1, 11, -1, -1, 12, 20, 30, 13, 21, 31, 14, 22, 1]
         out.windows_moved(here)
@@ -110,9 +110,12 @@ async def test_many_transfers_share_one_connection(transport: str) -> None:
         random.Random(3).shuffle(order)
         tickets = [pair.ticket(str(index)) for index in range(10)]
         outs = [
-            pair.sender.open(tickets[index], 12, [3 * index, 3 * index + 1, 3 * index + 2], 0) for index in range(10)
+            pair.sender.begin_transfer(tickets[index], 12, [3 * index, 3 * index + 1, 3 * index + 2], 0)
+            for index in range(10)
         ]
-        incomings = [pair.receiver.expect(tickets[i], [31 - 3 * i, 30 - 3 * i, 29 - 3 * i], 12, 0) for i in range(10)]
+        incomings = [
+            pair.receiver.expect_transfer(tickets[i], [31 - 3 * i, 30 - 3 * i, 29 - 3 * i], 12, 0) for i in range(10)
+        ]
         for end in (5, 12):
             for index in order:
                 compute(outs[index], 3, end)
@@ -145,14 +148,14 @@ async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str)
     async with make_pair(transport) as pair:
         pair.source.fill(1)
         ticket = pair.ticket()
-        out = pair.sender.open(ticket, 10, [4, 0, 1], 0)
+        out = pair.sender.begin_transfer(ticket, 10, [4, 0, 1], 0)
         lane = out.lanes[0]
         compute(out, 3, 4, 8, 10)
         out.commit(TOKEN)
         waiter = asyncio.create_task(out.done())
         await asyncio.wait([waiter], timeout=0.05)
         assert not waiter.done()
-        incoming = pair.receiver.expect(ticket, [7, 8, 3], 10, 0)
+        incoming = pair.receiver.expect_transfer(ticket, [7, 8, 3], 10, 0)
         assert await incoming.verified() == TOKEN
         await waiter
         assert_arrived(pair, [4, 0, 1], [7, 8, 3])
@@ -171,8 +174,8 @@ async def test_a_pulled_prefix_has_no_first_token() -> None:
     async with make_pair() as pair:
         pair.source.fill(1)
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [5, 6], 8, 0)
-        out = pair.sender.open(ticket, 8, [0, 1], 8)
+        incoming = pair.receiver.expect_transfer(ticket, [5, 6], 8, 0)
+        out = pair.sender.begin_transfer(ticket, 8, [0, 1], 8)
         out.commit(None)
         assert await incoming.verified() is None
         await out.done()
@@ -203,8 +206,8 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
         outs, waiting = [], []
         for name, ids in blocks.items():
             ticket, num_tokens = pair.ticket(name), len(ids) * BLOCK_SIZE
-            waiting.append(pair.receiver.expect(ticket, ids, num_tokens, 0).verified())
-            outs.append(pair.sender.open(ticket, num_tokens, ids, num_tokens))
+            waiting.append(pair.receiver.expect_transfer(ticket, ids, num_tokens, 0).verified())
+            outs.append(pair.sender.begin_transfer(ticket, num_tokens, ids, num_tokens))
             outs[-1].commit(TOKEN)
             await settle(lambda: len(begun) == 2 and outs[-1].lanes[0].has_chunk)
         recording[0].gate.open.set()
@@ -218,7 +221,7 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
 
 @pytest.mark.parametrize("side", ["source", "target"])
 async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
-    """So that the wire has work while the event loop turns from one to the next; more would be unfair to others."""
+    """The wire has work while the event loop turns from one to the next; more would be unfair to others."""
     source, target = BytesStore(1, 64), BytesStore(1, 64)
     under_way, most = 0, 0
 
@@ -280,8 +283,8 @@ async def test_a_long_layer_is_cut_into_chunks_of_the_configured_size() -> None:
 async def test_a_cancelled_waiter_leaves_the_transfer_as_it_is() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [1], 4, 0)
-        out = pair.sender.open(ticket, 4, [1], 0)
+        incoming = pair.receiver.expect_transfer(ticket, [1], 4, 0)
+        out = pair.sender.begin_transfer(ticket, 4, [1], 0)
         waiters = [asyncio.create_task(out.done()), asyncio.create_task(incoming.verified())]
         await asyncio.wait(waiters, timeout=0.02)
         for waiter in waiters:
@@ -307,20 +310,20 @@ async def test_the_callers_mistakes_are_refused_at_once() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
         with pytest.raises(ValueError, match="need 2 blocks"):
-            pair.sender.open(ticket, 5, [0], 0)
+            pair.sender.begin_transfer(ticket, 5, [0], 0)
         with pytest.raises(ValueError, match="6 tokens are ready of 5"):
-            pair.sender.open(ticket, 5, [0, 1], 6)
+            pair.sender.begin_transfer(ticket, 5, [0, 1], 6)
         with pytest.raises(ValueError, match="5 tokens do not fit a table of 1 blocks"):
-            pair.receiver.expect(ticket, [0], 5, 0)
+            pair.receiver.expect_transfer(ticket, [0], 5, 0)
         with pytest.raises(ValueError, match="5 tokens can't come with 6"):
-            pair.receiver.expect(ticket, [0, 1], 5, 6)
+            pair.receiver.expect_transfer(ticket, [0, 1], 5, 6)
         with pytest.raises(ValueError, match="end within a block"):
-            pair.receiver.expect(ticket, [0, 1], 5, 3)
+            pair.receiver.expect_transfer(ticket, [0, 1], 5, 3)
         with pytest.raises(ValueError, match="distinct blocks of 32: 0 is"):
-            pair.receiver.expect(ticket, [0, 0], 5, 0)
+            pair.receiver.expect_transfer(ticket, [0, 0], 5, 0)
         with pytest.raises(ValueError, match="distinct blocks of 32: 32 is"):
-            pair.receiver.expect(ticket, [0, 32], 5, 0)
-        out = pair.sender.open(ticket, 5, [0, 1], 0)
+            pair.receiver.expect_transfer(ticket, [0, 32], 5, 0)
+        out = pair.sender.begin_transfer(ticket, 5, [0, 1], 0)
         with pytest.raises(ValueError, match="before every layer"):
             out.commit(TOKEN)
         with pytest.raises(ValueError, match="6 tokens are ready of 5"):

@@ -32,9 +32,9 @@ async def drive_to(
 ) -> tuple[OutgoingTransfer, IncomingTransfer | None]:
     """A transfer that rests in `state` on the sender's side."""
     if state is SenderState.OFFERING:  # the connection's task has not taken its first step
-        return pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0), None
+        return pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0), None
     if state is SenderState.OFFERED:
-        out, incoming = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0), None
+        out, incoming = pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0), None
     elif state is SenderState.GRANTED:
         out, incoming = begin(pair)
     elif state in (SenderState.SENDING, SenderState.FINISHING):
@@ -73,7 +73,7 @@ async def test_the_source_may_abort_in_every_state(state: SenderState) -> None:
         target.gate.open.set()
         await fails(out.done(), match="the client left")
         if incoming is None:
-            incoming = pair.receiver.expect(out.ticket, [4, 5], NUM_TOKENS, 0)
+            incoming = pair.receiver.expect_transfer(out.ticket, [4, 5], NUM_TOKENS, 0)
         await fails(incoming.verified(), match=r"the client left|given the transfer up")
         await assert_a_transfer_works(pair)
         assert pair.sender.stats.failed == pair.receiver.stats.failed == 1
@@ -98,9 +98,9 @@ async def test_the_target_may_cancel_in_every_state(state: SenderState) -> None:
 async def test_a_transfer_that_is_cancelled_before_its_offer_is_refused_when_it_comes() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [4, 5], NUM_TOKENS, 0)
+        incoming = pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS, 0)
         await incoming.cancel()
-        out = pair.sender.open(ticket, NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(ticket, NUM_TOKENS, [0, 1], 0)
         await fails(out.done(), match="given the request up already")
 
 
@@ -153,7 +153,7 @@ async def test_closing_the_receiver_during_a_receive_ends_it_before_close_return
 
 async def test_closing_the_sender_ends_transfers_whose_connection_was_not_even_begun() -> None:
     async with make_pair() as pair:
-        out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         await pair.sender.close()
         await fails(out.done(), match="the source is closing")
 
@@ -163,7 +163,7 @@ async def test_closing_the_sender_ends_its_transfers_though_who_closes_it_is_can
         outs: list[OutgoingTransfer] = []
 
         async def open_and_close() -> None:
-            outs.append(pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0))
+            outs.append(pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0))
             await pair.sender.close()  # before the connection's task has begun
 
         closing = asyncio.create_task(open_and_close())
@@ -191,8 +191,8 @@ async def test_a_link_that_is_joined_while_its_target_closes_is_closed_too(num_t
 async def test_a_source_that_has_nothing_tells_a_target_that_waits() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [4, 5], NUM_TOKENS, 0)
-        pair.sender.decline(ticket, "nothing is cached")
+        incoming = pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS, 0)
+        pair.sender.decline_transfer(ticket, "nothing is cached")
         await fails(incoming.verified(), match="gave up: nothing is cached")
         await assert_a_transfer_works(pair)
 
@@ -203,22 +203,23 @@ async def test_a_source_that_has_nothing_tells_a_target_that_has_not_asked_its_r
         pair.receiver.on_offer = heard.append
         ticket = pair.ticket()
         assert not pair.receiver.has_offer(ticket)
-        pair.sender.decline(ticket, "nothing is cached")
+        pair.sender.decline_transfer(ticket, "nothing is cached")
         await settle(lambda: heard == [ticket.transfer_id])
         assert pair.receiver.has_offer(ticket)
         assert pair.receiver.offered_tokens(ticket.transfer_id) is None
         await fails(
-            pair.receiver.expect(ticket, [4, 5], NUM_TOKENS, 0).verified(), match="given the transfer up already"
+            pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS, 0).verified(),
+            match="given the transfer up already",
         )
         with pytest.raises(ValueError, match="made out to"):
-            pair.sender.decline(pair.ticket(source=Peer("prefill-9", 1)), "not mine")
+            pair.sender.decline_transfer(pair.ticket(source=Peer("prefill-9", 1)), "not mine")
 
 
 async def test_an_offer_that_waits_tells_its_tokens_until_it_is_withdrawn() -> None:
     async with make_pair() as pair:
         heard: list[bytes] = []
         pair.receiver.on_offer = heard.append
-        out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         transfer_id = out.ticket.transfer_id
         await settle(lambda: heard == [transfer_id])
         assert pair.receiver.offered_tokens(transfer_id) == NUM_TOKENS
@@ -245,14 +246,14 @@ async def test_a_ticket_that_is_forged_or_made_out_to_others_fails_at_the_target
             "other decode epoch": pair.ticket(target=Peer("decode-0", 99)),
             "other decode worker": pair.ticket(target=Peer("decode-1", 22)),
         }[fault]
-        await fails(pair.receiver.expect(ticket, [4, 5], NUM_TOKENS, 0).verified(), match=text)
-        out = pair.sender.open(ticket, NUM_TOKENS, [0, 1], 0)
+        await fails(pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS, 0).verified(), match=text)
+        out = pair.sender.begin_transfer(ticket, NUM_TOKENS, [0, 1], 0)
         await fails(out.done(), match=r"signature is wrong|and this is decode-0 of epoch 16")
 
 
 async def test_a_source_does_not_use_another_ones_ticket() -> None:
     async with make_pair() as pair:
-        out = pair.sender.open(pair.ticket(source=Peer("prefill-0", 12)), NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(pair.ticket(source=Peer("prefill-0", 12)), NUM_TOKENS, [0, 1], 0)
         await fails(out.done(), match="made out to")
         assert not pair.sender._tasks
 
@@ -262,32 +263,32 @@ async def test_a_ticket_is_good_for_one_transfer() -> None:
         out, incoming = begin_and_finish(pair)
         await incoming.verified()
         await out.done()
-        again = pair.receiver.expect(out.ticket, [8, 9], NUM_TOKENS, 0)
+        again = pair.receiver.expect_transfer(out.ticket, [8, 9], NUM_TOKENS, 0)
         await fails(again.verified(), match="used before")
-        once_more = pair.sender.open(out.ticket, NUM_TOKENS, [0, 1], 0)
+        once_more = pair.sender.begin_transfer(out.ticket, NUM_TOKENS, [0, 1], 0)
         await fails(once_more.done(), match="used before")
 
 
 async def test_another_layout_is_refused_with_both_values_and_the_transfers_say_so() -> None:
     source = BytesStore(dtype="float16")
     async with make_pair(source=source, target=BytesStore(dtype="float32")) as pair:
-        out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         await fails(out.done(), match="the KV dtype differs: float16 at the source, float32 at the target")
 
 
 async def test_other_token_counts_fail_both_sides() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [4, 5], NUM_TOKENS - 1, 0)
-        out = pair.sender.open(ticket, NUM_TOKENS, [0, 1], 0)
+        incoming = pair.receiver.expect_transfer(ticket, [4, 5], NUM_TOKENS - 1, 0)
+        out = pair.sender.begin_transfer(ticket, NUM_TOKENS, [0, 1], 0)
         await fails(incoming.verified(), out.done(), match="8 tokens are offered, 7 expected")
         await assert_a_transfer_works(pair)
 
 
 async def test_too_many_offers_without_a_request_are_refused() -> None:
     async with make_pair(config=TransferConfig(max_pending_offers=1)) as pair:
-        first = pair.sender.open(pair.ticket("a"), NUM_TOKENS, [0, 1], 0)
-        second = pair.sender.open(pair.ticket("b"), NUM_TOKENS, [0, 1], 0)
+        first = pair.sender.begin_transfer(pair.ticket("a"), NUM_TOKENS, [0, 1], 0)
+        second = pair.sender.begin_transfer(pair.ticket("b"), NUM_TOKENS, [0, 1], 0)
         await fails(second.done(), match="too many offers")
         assert first.lanes[0].state is SenderState.OFFERED
 

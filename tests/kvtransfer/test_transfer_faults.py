@@ -157,10 +157,10 @@ async def test_links_are_closed_though_those_who_close_them_are_cancelled_twice(
 
 async def test_a_grant_that_never_comes_ends_with_the_lease_on_both_sides() -> None:
     async with make_pair(config=TransferConfig(progress_s=0.1)) as pair:
-        out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         finish(out)
         await fails(out.done(), match=r"no request came|did not grant")
-        incoming = pair.receiver.expect(out.ticket, [4, 5], NUM_TOKENS, 0)
+        incoming = pair.receiver.expect_transfer(out.ticket, [4, 5], NUM_TOKENS, 0)
         await fails(incoming.verified(), match=r"given the transfer up already|gave up: the target did not grant")
 
 
@@ -173,7 +173,7 @@ async def test_a_source_without_progress_is_given_up() -> None:
 async def test_an_unreachable_target_fails_the_transfer_and_the_next_one_tries_again() -> None:
     async with make_pair() as pair:
         await pair.receiver.close()
-        out = pair.sender.open(pair.ticket(), NUM_TOKENS, [0, 1], 0)
+        out = pair.sender.begin_transfer(pair.ticket(), NUM_TOKENS, [0, 1], 0)
         await fails(out.done(), match="no answer from")
         (address,) = await pair.receiver.start("127.0.0.1")
         pair.address = address
@@ -239,8 +239,8 @@ async def test_a_target_that_reads_no_messages_holds_a_sources_blocks_no_longer_
         pair.network = network
         sender = pair.make_sender(config=TransferConfig(lease_s=0.3))
         ticket = pair.ticket()
-        incoming = pair.receiver.expect(ticket, [4], 4, 0)
-        out = sender.open(ticket, 4, [1], 0)
+        incoming = pair.receiver.expect_transfer(ticket, [4], 4, 0)
+        out = sender.begin_transfer(ticket, 4, [1], 0)
         await settle(lambda: out.lanes[0].state is SenderState.GRANTED)
         network.connections[0].is_deaf = True
         for layer in range(3):

@@ -1,5 +1,5 @@
-"""What a Locust user types, each as processes against the stub server: Locust's own flags, files, page, workers, shapes
-and subclasses, without a plan."""
+"""Commands of a Locust user work against the stub server: flags, files, page, workers, shapes and subclasses,
+without a plan."""
 
 import csv
 import json
@@ -33,7 +33,7 @@ NOBODY = "http://127.0.0.1:9"
 LIMIT_S = 60
 
 Rows = dict[tuple[str, str], dict[str, str]]
-"""Of Locust's statistics, by type and name."""
+"""Rows of Locust's statistics, by type and name."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""From a command's arguments to a plan."""
+"""A command's arguments become a plan."""
 
 import argparse
 import json

@@ -16,8 +16,9 @@ from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import SequenceState, WorkerJob
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.job import WorkerJob
+from twostroke.worker.scheduling.sequence import SequenceState
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

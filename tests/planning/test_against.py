@@ -1,4 +1,4 @@
-"""What a server tells becomes profiles, and profiles become a simulation of it."""
+"""A server's status becomes profiles, and profiles become a simulation of it."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from msgspec import structs
 from twostroke.loadtests.plan import SLO, Fixed, Plan, Poisson
 from twostroke.loadtests.run_folder import Record
 from twostroke.planning.against import Cell, figures_of, layout_of, profiles_of, simulated
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.exact import record_of
-from twostroke.planning.profiles import SMALL
 from twostroke.protocol.errors import ConfigError
 
 COSTS = [0.003, 0.0002, 0.0, 0.0002, 0.0, 50, 0.0, 0.0]

@@ -17,11 +17,11 @@ from twostroke.planning.baselines import (
     compare_baselines,
     serve_way,
 )
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.exact import VOCABULARY, simulate_plan
 from twostroke.planning.layouts import Layout
-from twostroke.planning.profiles import SMALL
 from twostroke.worker.profile import WorkerProfile
-from twostroke.worker.queue_order import QueuePolicy
+from twostroke.worker.scheduling.queue_order import QueuePolicy
 
 TIGHT: WorkerProfile = replace(SMALL, kv_tokens=14_000)
 

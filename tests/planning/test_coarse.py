@@ -10,7 +10,7 @@ from twostroke.loadtests.report.estimates import percentile
 from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import TracedRequest, serve
 from twostroke.worker.profile import CALL_S

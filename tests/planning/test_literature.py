@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from twostroke.cluster.cli import main
-from twostroke.kvtransfer.rules.layout import cut_lane, first_units, plan_lanes
+from twostroke.kvtransfer.rules.layout import cut_pair, first_units, rank_pairs
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -18,9 +18,9 @@ from twostroke.model.costs.sizes import weight_bytes
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import HARDWARE, read_hardware
 from twostroke.model.published.models import MODELS, published_model, read_models
-from twostroke.planning import literature
-from twostroke.planning.literature import checked, read_rows
-from twostroke.planning.tables import tables
+from twostroke.planning.costs import literature
+from twostroke.planning.costs.literature import checked, read_rows
+from twostroke.planning.costs.tables import tables
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
 
@@ -136,7 +136,7 @@ def test_a_cache_takes_the_bytes_that_are_planned(name: str, ranks: int, dtype: 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-20b", "gemma-3-4b"])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 4)])
 def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: tuple[int, int]) -> None:
-    """Of a layer with a window what follow-ups attend to: its window of tokens, the next one among them."""
+    """A layer with a window sends what follow-ups attend to: its window of tokens, the next one among them."""
     shape, tokens = published_model(name), 4096
     source, target = (
         KVLayout(
@@ -147,8 +147,8 @@ def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: 
         for block, size in zip((64, 16), ranks, strict=True)
     )
     carried = 0
-    for lane in plan_lanes(source, target):
-        cut, _ = cut_lane(lane, source, target, "raw")
+    for lane in rank_pairs(source, target):
+        cut, _ = cut_pair(lane, source, target, "raw")
         first = first_units(source.groups, lane.layers, tokens, cut.unit_tokens, 0, lane.share)
         carried += (
             sum(cut.share.below(tokens // cut.unit_tokens) - first[layer] for layer in lane.layers) * cut.unit_bytes

@@ -6,9 +6,9 @@ import pytest
 
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.model.published.models import published_model
-from twostroke.planning.capacity import CapacityCase
-from twostroke.planning.pictures import batch_sweep, phases, pictures_of, roofline, write_pictures
-from twostroke.planning.roofline import WorkerHardware
+from twostroke.planning.costs.capacity import CapacityCase
+from twostroke.planning.costs.pictures import batch_sweep, phases, pictures_of, roofline, write_pictures
+from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.search import PlanConstraints, machine_of
 from twostroke.protocol.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What the plan's choice loses: of goodputs that were measured, and of those that every layout has in simulation."""
+"""The regret of a plan is computed from measured goodputs, and from those of a simulation."""
 
 import json
 import random
@@ -12,9 +12,9 @@ from twostroke.cluster.cli import main
 from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.planning.commands.regret import CANDIDATES, verdict_of
+from twostroke.planning.costs.profiles import SMALL, among_busy, write_profile
 from twostroke.planning.layouts import Layout
 from twostroke.planning.measured import TARGET
-from twostroke.planning.profiles import SMALL, among_busy, write_profile
 from twostroke.planning.search import Budget, FleetSearch
 from twostroke.planning.trials import decide, simulated_goodput
 from twostroke.planning.workload import SLOTargets, Workload

@@ -8,8 +8,7 @@ from twostroke.model.costs.operations import MachineLimits, decode_work, prefill
 from twostroke.model.costs.sizes import weight_bytes
 from twostroke.model.published.hardware import HARDWARE, Efficiency
 from twostroke.model.published.models import published_model
-from twostroke.planning.queueing import HANDOVER_S, late_s
-from twostroke.planning.roofline import (
+from twostroke.planning.costs.roofline import (
     Interference,
     WorkerHardware,
     as_mha,
@@ -27,6 +26,7 @@ from twostroke.planning.roofline import (
     uncached_flops,
     usd_per_million,
 )
+from twostroke.planning.queueing import HANDOVER_S, late_s
 from twostroke.planning.search import PlanConstraints, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError

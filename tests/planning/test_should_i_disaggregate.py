@@ -13,9 +13,9 @@ from twostroke.loadtests.capacity import Capacity, SweepPoint, SweepResult
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.planning.commands import should_i_disaggregate as verdict
 from twostroke.planning.commands.should_i_disaggregate import Found, flips_of, tell, words_of
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation
-from twostroke.planning.profiles import SMALL
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
-from twostroke.planning.profiles import SMALL, profile_of
+from twostroke.planning.costs.profiles import SMALL, profile_of
 from twostroke.protocol.errors import ConfigError
 
 FIGURES = {

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.worker.scheduler_rig import Rig, parts
+from tests.worker.scheduling.scheduler_rig import Rig, parts
 from twostroke.protocol.requests import Promise
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
@@ -58,7 +58,11 @@ def test_blocks_that_a_higher_class_lacks_come_from_the_youngest_of_lower_ones()
     assert bool(young.sequence.block_ids)
     high = rig.add(32, promise=HIGH)
     assert rig.run() == [(high, 8)]
-    assert (bool(young.sequence.block_ids), rig.scheduler.preemptions, rig.scheduler.num_waiting) == (False, 1, 1)
+    assert (bool(young.sequence.block_ids), rig.scheduler.preemptor.num_preemptions, rig.scheduler.num_waiting) == (
+        False,
+        1,
+        1,
+    )
     computed = [rig.run() for _ in range(6)]
     assert sum(tokens for step in computed for job, tokens in step if job is young) >= 8
     assert rig.pool.owned_blocks == 0
@@ -79,7 +83,7 @@ def test_no_blocks_are_taken_from_a_prompt_that(how: str) -> None:
             job.keeps_blocks = True
     rig.add(20, promise=LOW if how == "of the same class" else HIGH)
     assert rig.run() == [(job, 8)]
-    assert rig.scheduler.preemptions == 0
+    assert rig.scheduler.preemptor.num_preemptions == 0
 
 
 def fill_with_kv_that_waits(rig: Rig) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 from tests.rigs.played import played_by
 from tests.simulation.fake_model import expected_tokens
 from tests.worker.worker_rig import LAYERS, PREFILL, ROUTER, Rig, a_request, begin, play
-from twostroke.kvtransfer.sides import Outgoing
+from twostroke.kvtransfer.ranks import Outgoing
 from twostroke.protocol.errors import (
     EpochMismatch,
     RequestError,
@@ -144,13 +144,13 @@ def test_what_is_still_to_be_copied_is_not_sent_before_the_step_that_copies_it(m
     async def script(rig: Rig) -> None:
         await rig.worker.prefill(a_request(40), None)
         opened: list[int] = []
-        open_transfer = rig.worker._sender.open
+        open_transfer = rig.worker._deps.sender.begin_transfer
 
         def seen(ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready: int) -> Outgoing:
             opened.append(num_ready)
             return open_transfer(ticket, num_tokens, block_ids, num_ready)
 
-        monkeypatch.setattr(rig.worker._sender, "open", seen)
+        monkeypatch.setattr(rig.worker._deps.sender, "begin_transfer", seen)
         await rig.worker.prefill(a_request(40, "again"), rig.ticket("again", target_address=NOWHERE))
         assert rig.engine.num_copied == 1
         assert opened == [36], "of 39 tokens that are computed, three lie in another's block"

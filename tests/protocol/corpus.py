@@ -1,11 +1,11 @@
 """A message of every kind, with values of every shape."""
 
 from twostroke.protocol import messages
+from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.kv_layout import KVLayout, RankCut
 from twostroke.protocol.messages import Message
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
-from twostroke.protocol.verdicts import Verdict
 
 _SOURCE, _TARGET = Peer("prefill-1", 2**62), Peer("decode-1", 7)
 TRANSFER_ID = _ID = bytes(range(200, 216))
@@ -39,7 +39,7 @@ CORPUS: tuple[Message, ...] = (
     messages.Drain(),
     messages.PrefillFailed("r"),
     messages.SendPrefix(_TICKET, tuple(range(0, 60_000, 600)), b"salt"),
-    messages.Convicted((Verdict(_ID, 599.5), Verdict(_ID[::-1], 0.25))),
+    messages.RequestsBlocked((BlockedRequest(_ID, 599.5), BlockedRequest(_ID[::-1], 0.25))),
     messages.Offer(_TICKET, 17),
     messages.Chunk(_ID, 0, (messages.Run(0, 1, 2), messages.Run(31, 0, 70_000)), 2**22),
     messages.Chunk(_ID, 2**20, tuple(messages.Run(layer, 0, 300) for layer in range(32)), 2**33),
@@ -62,15 +62,12 @@ CORPUS: tuple[Message, ...] = (
         (messages.LayerCopies(3, ((5, messages.NOBODY), (70_000, 0))),),
         (messages.ExpertMove(60, 1, 33, 0, 300, 2**33, 2**22),),
     ),
-    messages.OpenTransfer(2**33, _TICKET, 17, (4, 5), 16),
-    messages.TransferReady(3, 17),
-    messages.WindowsMoved(3, (4, -1)),
-    messages.CommitTransfer(3, _TOKEN),
-    messages.DeclineTransfer(_TICKET, "nothing is cached"),
-    messages.ExpectTransfer(4, _TICKET, (6, 7), 20, 16),
-    messages.KeepTransfer(_TICKET),
-    messages.RefuseTransfer(_TICKET),
-    messages.AbortTransfer(4, "reason"),
+    messages.TransferCall("begin_transfer", 2**33, _TICKET, (4, 5), 17, 16),
+    messages.TransferCall("layer_ready", 3, num_tokens=17),
+    messages.TransferCall("windows_moved", 3, block_ids=(4, -1)),
+    messages.TransferCall("commit", 3, first_token=_TOKEN),
+    messages.TransferCall("decline_transfer", ticket=_TICKET, reason="nothing is cached"),
+    messages.TransferCall("abort", 4, reason="reason"),
     messages.TransferEnded(4, None, _TOKEN, TransferStats(bytes=2**40, links_lost=1)),
     messages.TransferEnded(3, "the peer is gone", None, TransferStats()),
 )

@@ -1,4 +1,4 @@
-"""What routers learn of a prefix cache, on the network in memory and on virtual time."""
+"""Reports of a prefix cache to routers, on the network in memory and on virtual time."""
 
 import asyncio
 import random
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.rigs.played import played_by
+from tests.worker.test_token_server import HearingWorker
 from twostroke.protocol import blocks as block_reports
 from twostroke.protocol.blocks import short_name, unpack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
-from twostroke.protocol.stats import WorkerStats
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import run_virtually
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.token_server import TokenServer, TokenServerConfig
 
 WORKER = Peer("prefill-0", 7)
 PIECE = 8
@@ -87,7 +87,7 @@ class Scene:
     pool: BlockPool
     server: TokenServer
     address: Address
-    lost: list[str]
+    lost: list[tuple[str, str]]
 
     async def connect(self, router_id: str = "router-0", *, reads: bool = True) -> Router:
         connection = await self.fabric.at(router_id).connect(self.address)
@@ -104,18 +104,12 @@ class Scene:
 
 def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCKS) -> None:
     async def main() -> None:
-        fabric, pool, lost = MemoryFabric(seed=1), BlockPool(num_blocks, 4), list[str]()
+        fabric, pool, lost = MemoryFabric(seed=1), BlockPool(num_blocks, 4), list[tuple[str, str]]()
         server = TokenServer(
+            worker=HearingWorker(lost),
             peer=WORKER,
             network=fabric.at("prefill-0"),
             config=TokenServerConfig(lease_s=1000.0, max_unsent_bytes=100_000),
-            callbacks=TokenServerCallbacks(
-                cancel=lambda _: None,
-                prefill_failed=lambda _: None,
-                send_prefix=lambda *_: None,
-                router_lost=lost.append,
-                stats=WorkerStats,
-            ),
             blocks=pool,
             clock=asyncio.get_running_loop().time,
         )
@@ -209,7 +203,7 @@ async def test_what_a_router_knows_is_right_though_the_cache_changes_while_it_is
 async def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.worker.block_pool.MOST_CHANGES", 20)
+    monkeypatch.setattr("twostroke.worker.scheduling.block_pool.MOST_CHANGES", 20)
     router = await scene.connect()
     router.ask()
     await asyncio.sleep(0.1)
@@ -257,5 +251,5 @@ async def test_a_router_that_asks_and_never_reads_is_dropped_for_what_else_it_le
     event = TokenEvent("request", 0, (SampledToken(5),) * 500)
     for _ in range(1000):
         scene.server.emit("router-0", [event])
-    assert scene.lost == ["router-0"]
+    assert scene.lost == [("lost", "router-0")]
     cache(scene.pool, 100)

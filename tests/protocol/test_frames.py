@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from twostroke.protocol.errors import ProtocolError
-from twostroke.protocol.frames import (
+from twostroke.protocol.network import (
     HEADER_BYTES,
     HELLO_BYTES,
     MAX_FIRST_PAYLOAD_BYTES,

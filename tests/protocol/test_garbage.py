@@ -1,4 +1,4 @@
-"""What a start leaves behind, and what collections cost after it; in processes of their own, for all of one is told."""
+"""Objects that a start leaves behind, and the cost of collections after it; each test has its own process."""
 
 import json
 import subprocess

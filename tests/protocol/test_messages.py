@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from tests.protocol.corpus import CORPUS, TRANSFER_ID
+from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
@@ -29,7 +30,6 @@ from twostroke.protocol.messages import (
     most_step_bytes,
 )
 from twostroke.protocol.requests import Peer
-from twostroke.protocol.verdicts import MOST_TOLD
 
 PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))
@@ -204,12 +204,12 @@ def test_a_message_decodes_to_itself_and_to_nothing_where_it_is_cut_short_or_has
         ["Chunk", b"t", 0, 1, 2, [[0, 1, 2]], 4.5],
         ["Chunk", b"t", 0, 1, 2, [[0, 1]], 4],
         ["Chunk", b"t", 0, 1, 2, [[0, 1, 2, 3]], "4"],
-        ["Convicted", [[b"too short", 1.0]]],
-        ["Convicted", [[b"f" * 17, 1.0]]],
-        ["Convicted", [[b"f" * 16, 0.0]]],
-        ["Convicted", [[b"f" * 16, float("nan")]]],
-        ["Convicted", [[b"f" * 16, 1e9]]],
-        ["Convicted", [[b"f" * 16, 1.0]] * (MOST_TOLD + 1)],
+        ["RequestsBlocked", [[b"too short", 1.0]]],
+        ["RequestsBlocked", [[b"f" * 17, 1.0]]],
+        ["RequestsBlocked", [[b"f" * 16, 0.0]]],
+        ["RequestsBlocked", [[b"f" * 16, float("nan")]]],
+        ["RequestsBlocked", [[b"f" * 16, 1e9]]],
+        ["RequestsBlocked", [[b"f" * 16, 1.0]] * (MOST_IN_MESSAGE + 1)],
     ],
 )
 def test_wrong_names_types_and_counts_are_refused(payload: object):

@@ -7,11 +7,10 @@ import sys
 import msgspec
 import pytest
 
-from twostroke.protocol import kv_layout, messages, network, requests, stats, verdicts
+from twostroke.protocol import blocked_requests, kv_layout, messages, network, requests, stats
 from twostroke.protocol.errors import ConnectionLost
-from twostroke.protocol.frames import draw_hello
 from twostroke.protocol.messages import PROTOCOL, Message, fingerprint, structs_of
-from twostroke.protocol.network import Connection, TcpNetwork
+from twostroke.protocol.network import Connection, TcpNetwork, draw_hello
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 
@@ -22,7 +21,7 @@ class Before(msgspec.Struct, array_like=True):
 
 
 def changed() -> "list[type[msgspec.Struct]]":
-    """`Before` with each change that another version may bring."""
+    """Return `Before` with each change that another version may bring."""
     kinds = [
         [("second", str), ("first", int)],
         [("first", int)],
@@ -43,7 +42,7 @@ def test_the_version_of_messages_changes_with_their_fields_names_types_and_order
 
 
 def test_the_version_is_that_of_all_that_travels_and_the_same_in_every_process() -> None:
-    known = set(structs_of(messages, requests, stats, kv_layout, verdicts))
+    known = set(structs_of(messages, requests, stats, kv_layout, blocked_requests))
     assert known >= {*Message.__subclasses__(), GenerateRequest, PrefillReply, DecodeReply, WorkerInfo, WorkerStats}
     script = "from twostroke.protocol.messages import PROTOCOL; print(PROTOCOL)"
     for seed in ("1", "2"):

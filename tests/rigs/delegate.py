@@ -1,4 +1,4 @@
-"""What stands before something else, and hands on to it all that it does not do itself."""
+"""A wrapper that hands on everything that it does not do itself."""
 
 from collections.abc import Callable
 from typing import Any

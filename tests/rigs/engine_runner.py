@@ -27,7 +27,7 @@ def greedy_tokens(
     new_tokens: int,
     chunk: int,
 ) -> list[list[int]]:
-    """What an engine of its own answers to each prompt."""
+    """Return what an engine of its own answers to each prompt."""
     loaded = load_engine(config)
     try:
         return generate(EngineRunner(loaded), prompts, new_tokens, chunk=chunk, block_size=config.block_size)

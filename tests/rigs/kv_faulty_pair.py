@@ -153,8 +153,8 @@ def begin(
     pair: Pair, request_id: str = "r", blocks: tuple[int, int] = (4, 5)
 ) -> tuple[OutgoingTransfer, IncomingTransfer]:
     ticket = pair.ticket(request_id)
-    incoming = pair.receiver.expect(ticket, list(blocks), NUM_TOKENS, 0)
-    return pair.sender.open(ticket, NUM_TOKENS, [0, 1], 0), incoming
+    incoming = pair.receiver.expect_transfer(ticket, list(blocks), NUM_TOKENS, 0)
+    return pair.sender.begin_transfer(ticket, NUM_TOKENS, [0, 1], 0), incoming
 
 
 def finish(out: OutgoingTransfer, num_layers: int = 3, *, commits: bool = True) -> None:
@@ -177,7 +177,7 @@ def assert_whole(pair: Pair, blocks: tuple[int, int] = (4, 5)) -> None:
 
 
 async def assert_a_transfer_works(pair: Pair, blocks: tuple[int, int] = (20, 21)) -> None:
-    """And takes the connection and link that stand."""
+    """Assert that a transfer works, over the connection and link that stand."""
     out, incoming = begin(pair, "another", blocks)
     finish(out)
     assert await incoming.verified() == TOKEN

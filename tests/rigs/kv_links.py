@@ -52,7 +52,7 @@ class SharedBytesStore(BytesStore):
 
 
 def mappings() -> int:
-    """Of caches of peers and of our own."""
+    """Return the number of mappings of caches, of peers and our own."""
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kv-bytes")
 
 

@@ -97,7 +97,7 @@ LIMIT_S = 60.0
 def lane_end(
     layout: KVLayout, first_head: int, num_heads: int, unit_tokens: int, encoding: Encoding, rank: int = 0
 ) -> Cut:
-    """Of all the layers that this rank has."""
+    """Return the cut of all layers that this rank has."""
     return Cut(layout, rank, layout.layers_of(rank), first_head, num_heads, unit_tokens, encoding)
 
 

@@ -8,7 +8,8 @@ Script = Callable[..., Awaitable[None]]
 
 
 def played_by(play: Callable[..., None], *shared: str, **settings: Any) -> Callable[[Script], Callable[..., None]]:
-    """For pytest: a test whose first argument is the scene that `play(script, **settings)` hands its script.
+    """Make a pytest test whose first argument is the scene that `play(script, **settings)` hands its script.
+    Parameters of pytest's that are `shared` are settings, too; the test may have them or not.
 
     Parameters of pytest's that are `shared` are settings, too; the test may have them or not.
     """

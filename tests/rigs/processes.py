@@ -29,7 +29,7 @@ def eventually(what: str, condition: Callable[[], bool], within_s: float = SETTL
 
 
 async def comes(condition: Callable[[], bool], within_s: float) -> bool:
-    """Whether something comes that others bring about, processes or tasks."""
+    """Return whether a condition comes true that other processes or tasks bring about."""
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:

@@ -75,7 +75,7 @@ async def granted(
 ) -> tuple[Ticket, asyncio.Task[object]]:
     """A transfer of blocks 4, 5, 6 (12 tokens), and a task that awaits it."""
     ticket = pair.ticket(request_id)
-    incoming = pair.receiver.expect(ticket, [4, 5, 6], 12, skip)
+    incoming = pair.receiver.expect_transfer(ticket, [4, 5, 6], 12, skip)
     peer.connection.send(Offer(ticket, 12))
     assert await peer.answer() == Grant(ticket.transfer_id, skip)
     return ticket, asyncio.create_task(incoming.verified())

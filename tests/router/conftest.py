@@ -23,11 +23,11 @@ from twostroke.protocol.errors import ConnectionLost, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     Cancel,
-    Convicted,
     Drain,
     Hello,
     Ping,
     PrefillFailed,
+    RequestsBlocked,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -52,6 +52,7 @@ from twostroke.protocol.requests import (
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.fleet_knowledge import FleetKnowledge
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
@@ -149,7 +150,7 @@ class FakeWorker:
         hello = await connection.receive()
         assert isinstance(hello, Hello)
         connection.send(Welcome(self.info.peer))
-        connection.send(Convicted(()))
+        connection.send(RequestsBlocked(()))
         connection.send(StatsFrame(self.stats))
         self.connections[hello.sender.worker_id] = connection
         try:
@@ -287,7 +288,7 @@ class FakeFleet:
         decode = None if ticket is None else self.all[ticket.target.worker_id]
         return await self.all[worker.worker_id].prefill(request, decode)
 
-    async def read(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         return await self.all[worker.worker_id].read(request)
 
     async def decode(
@@ -332,10 +333,11 @@ async def _running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
         await worker.start()
     fleet = FakeFleet(workers)
     router = Peer("router-0", 11)
-    channels = TokenChannels(network=TcpNetwork(SECRET), peer=router, clock=time.monotonic, config=QUICK)
-    pipeline = Pipeline(
-        fleet=fleet, channels=channels, secret=SECRET, clock=time.monotonic, router=router, config=PATIENCE
+    knowledge = FleetKnowledge(
+        network=TcpNetwork(SECRET), router=router, clock=time.monotonic, config=PATIENCE, channel=QUICK
     )
+    channels = knowledge.channels
+    pipeline = Pipeline(fleet=fleet, knowledge=knowledge, secret=SECRET)
     _open_rigs.append(fleet)
     try:
         yield Rig(fleet, channels, pipeline)

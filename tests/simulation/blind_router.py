@@ -85,7 +85,7 @@ class BlindRouter(SimRouter):
         return BlindPulls(self._fleet, channels, secret=SECRET, share=self._blind_pulls, draw=draw)
 
     def known_blocks(self, worker: Peer) -> set[ShortName] | None:
-        """What the worker has told of its cache, as this router has understood it; None where it has told nothing."""
+        """Return the worker's cache as this router has understood it; None where it has heard nothing."""
         cached = self.pipeline._chooser._cached
         if cached is None or not self.channels.is_connected(worker) or worker not in cached._workers:
             return None

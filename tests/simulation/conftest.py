@@ -1,4 +1,4 @@
-"""For all simulations."""
+"""Fixtures of all simulations."""
 
 import gc
 

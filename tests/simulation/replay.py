@@ -25,7 +25,7 @@ _RANDOM_BYTES = re.compile(r"b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\"")
 
 @dataclass
 class Counts:
-    """What one run did, or many, in numbers and Counters: to see that they reach what they are meant to reach."""
+    """Counts of what one run did, or many, to see that they reach what they are meant to reach."""
 
     def add(self, other: Self) -> None:
         """Sum up."""
@@ -34,7 +34,8 @@ class Counts:
 
 
 def starts(num_seeds: int, of_one: int, *, at_once: int) -> list[Any]:
-    """Where each test's seeds begin: those below `at_once` are of `make test`, all others of `make test-wide`."""
+    """Return where each test's seeds begin: those below `at_once` are of `make test`, all others of `make
+    test-wide`."""
     firsts = range(0, num_seeds, of_one)
     return [pytest.param(first, marks=[pytest.mark.wide] if first >= at_once else []) for first in firsts]
 
@@ -88,7 +89,7 @@ def replay(run: Run[C], options: argparse.Namespace, total: C) -> int:
 
 
 def seed_parser(description: str | None) -> argparse.ArgumentParser:
-    """Of the options that `replay` takes."""
+    """Return a parser of the options that `replay` takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seed", type=int)
     parser.add_argument("--count", type=int, default=1)
@@ -96,14 +97,14 @@ def seed_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def trace_of(run: Callable[[int, Trace], object], seed: int) -> list[str]:
-    """What the run of a seed tells, but for random bytes."""
+    """Return the trace of a seed's run, without random bytes."""
     lines: list[str] = []
     run(seed, lambda line: lines.append(_RANDOM_BYTES.sub("", line)))
     return lines
 
 
 def trace_elsewhere(hash_seed: str, *command: str) -> str:
-    """What `python -m command` prints in a process whose hashes are of this seed."""
+    """Return what `python -m command` prints in a process whose hashes are of this seed."""
     return subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,

@@ -51,7 +51,7 @@ class Site:
         return await router.spawn(self._read(router, asked))
 
     async def refuses(self, router: BlindRouter, asked: GenerateRequest = GUILTY) -> float:
-        """How long that took, in virtual seconds."""
+        """Return the virtual seconds until the router refuses."""
         began = asyncio.get_running_loop().time()
         with pytest.raises(PoisonRequest) as caught:
             await self.ask(router, asked)

@@ -10,9 +10,9 @@ import pytest
 
 from twostroke.loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixed, Plan, Workload
 from twostroke.planning.coarse.day import day_of
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.exact import simulate_plan
 from twostroke.planning.layouts import Layout
-from twostroke.planning.profiles import SMALL
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
 from twostroke.simulator.deployment import SharedMachine, WorkerCrash

@@ -37,7 +37,7 @@ def send(client: httpx.Client, case: Case) -> Response:
 
 
 def problem_of(client: httpx.Client, case: Case) -> str | None:
-    """What is wrong with the answer to a case; None: nothing."""
+    """Return the fault of the answer to a case; None where there is none."""
     try:
         response = send(client, case)
         problem = case.check(response)

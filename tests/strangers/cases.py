@@ -14,14 +14,14 @@ from typing import Any
 import jsonschema
 
 Check = Callable[["Response"], str | None]
-"""What is wrong with a response; None: nothing."""
+"""Returns the fault of a response; None where there is none."""
 
 MOST_S = 20.0  # for an answer of a few tokens, beside whatever else the server does
 
 
 @dataclass(frozen=True)
 class Response:
-    """What a request got back."""
+    """The response to a request."""
 
     status: int
     headers: Mapping[str, str]
@@ -97,7 +97,7 @@ def held(is_right: Callable[[str], bool]) -> Check:
 
 
 def of_schema(schema: Any) -> Check:
-    """As `held`, to JSON of a schema."""
+    """Check that the answer is JSON of a schema (see `held`)."""
 
     def is_right(text: str) -> bool:
         try:
@@ -110,7 +110,7 @@ def of_schema(schema: Any) -> Check:
 
 
 def of_schema_or_refused(schema: Any) -> Check:
-    """As `of_schema`; 400 is right, too, where answers can't be held to it."""
+    """Check an answer of a schema (see `of_schema`); 400 is right, too, where answers can't follow it."""
     check = of_schema(schema)
     return lambda response: None if response.status == 400 else check(response)
 
@@ -439,7 +439,7 @@ def _others_fields() -> Iterator[Case]:
 
 
 def _transport() -> Iterator[Case]:
-    """What surrounds the body."""
+    """The part of a request around the body."""
     body = json.dumps(COMPLETION).encode()
     for encoding in ("gzip", "deflate", "br", "zstd"):
         yield _post(

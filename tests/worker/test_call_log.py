@@ -55,7 +55,9 @@ async def test_a_call_that_ends_otherwise_makes_one_line_too(
 ) -> None:
     caplog.set_level(logging.INFO, logger="twostroke")
     if how == "read":
-        await rig.worker.read(a_request(max_tokens=0, reading=ScoringParams(pooling="last"), log_context=CONTEXT))
+        await rig.worker.score_prompt(
+            a_request(max_tokens=0, reading=ScoringParams(pooling="last"), log_context=CONTEXT)
+        )
     else:
         call = begin(rig.ask(a_request(60, log_context=CONTEXT, grammar="none here" if how == "refused" else "")))
         await asyncio.sleep(0.0015)

@@ -110,7 +110,7 @@ async def test_an_offer_that_is_not_taken_is_refused(rig: Rig, why: str) -> None
         assert (reply.num_cached_tokens, rig.worker.stats().pulled_tokens) == (0 if is_late else 36, 0)
         if is_late:
             source.send(ticket, a_request(41))
-        await source.transfers.ended()
+        await source.transfers.all_ended()
         assert asyncio.get_running_loop().time() < 1.0, "long before the transfer's own time is up"
 
 
@@ -178,7 +178,7 @@ async def test_where_blocks_are_short_a_pull_is_given_up_so_that_workers_never_w
         await asyncio.sleep(0)
         ticket = source.offer(a_request(41, "second"))
         second = begin(rig.ask(a_request(41, "second"), None, ticket))
-        await source.transfers.ended()
+        await source.transfers.all_ended()
         assert not first.done(), "the source has its blocks back before the target has any"
         await first
         assert await rig.is_right(a_request(41, "second"), await second)
@@ -190,7 +190,7 @@ async def test_pulled_kv_comes_while_the_engine_is_busy_and_goes_on_to_the_decod
     target = make_parts(DECODE, rig.fabric, rig.links)
     (address,) = await target.receiver.start("elsewhere")
     ticket = rig.ticket(target_address=address) if role == "prefill" else None
-    incoming = target.receiver.expect(ticket, target.pool.allocate(11), 43, 0) if ticket else None
+    incoming = target.receiver.expect_transfer(ticket, target.pool.allocate(11), 43, 0) if ticket else None
     async with source_beside(rig, 40) as source:
         rig.engine.released.clear()
         busy = begin(rig.ask(a_request(9, "busy")))
@@ -240,7 +240,7 @@ async def test_a_draining_worker_waits_for_a_prefix_that_it_sends_and_tells_for_
     draining = begin(rig.worker.drain())
     await a_moment()
     assert not draining.done()
-    assert await target.receiver.expect(ticket, target.pool.allocate(10), 40, 0).verified() is None
+    assert await target.receiver.expect_transfer(ticket, target.pool.allocate(10), 40, 0).verified() is None
     await draining
     assert rig.pool.owned_blocks == 0
     await target.close()
@@ -267,7 +267,7 @@ async def test_a_worker_that_is_told_to_leave_gives_back_what_waits_for_a_prefix
             with pytest.raises(WorkerLeaving):
                 await call
             source.send(ticket, a_request(41))
-            await source.transfers.ended()
+            await source.transfers.all_ended()
             assert asyncio.get_running_loop().time() < 1.0, "its offer is refused"
 
 

@@ -1,4 +1,4 @@
-"""What a worker learns of its steps, from steps whose costs are known."""
+"""Fitted step costs, from steps whose costs are known."""
 
 import math
 import random
@@ -62,7 +62,7 @@ def run(
     strays: float = 0.02,
     is_plain: bool = True,
 ) -> None:
-    """So many steps, their times off by `noise`, and a share of them far off."""
+    """Add steps with times off by `noise`, and a share of them far off."""
     draw = random.Random(steps)
     for _ in range(steps):
         content = draw.choice(kinds)(draw)
@@ -79,7 +79,7 @@ def warm(expert_share: float = 0.0) -> StepCostFit:
 
 
 def known(fit: StepCostFit) -> StepCosts:
-    """What it tells by now."""
+    """The costs so far."""
     costs = fit.costs()
     assert costs is not None
     return costs
@@ -215,7 +215,7 @@ LONG = (prompt(2048), prompt(952, 2048))  # 3,000 tokens as a prefill worker com
 
 
 def long_prompt_ratio(fit: StepCostFit, truth: StepCosts) -> float:
-    """What 3,000 tokens are predicted to take, over what they do take."""
+    """The predicted time of 3,000 tokens over their true time."""
     costs = known(fit)
     return sum(seconds(costs, one) for one in LONG) / sum(seconds(truth, one) for one in LONG)
 
@@ -308,7 +308,7 @@ def test_of_a_step_with_decodes_only_what_its_prompts_add_is_theirs() -> None:
 
 @pytest.mark.parametrize("kind", [prompts, rows, both])
 def test_steps_that_seem_to_have_taken_no_time_leave_nothing_that_lasts(kind: Draw) -> None:
-    """Of two that ended while the event loop was busy, the second is seen to end at once."""
+    """The second of two steps that ended while the event loop was busy seems to take no time."""
     for seed in range(10):
         fit, draw = warm(), random.Random(seed)
         for _ in range(100):

@@ -1,30 +1,31 @@
 """The worker's end of the token channel, on the network in memory and on virtual time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.rigs.played import played_by
+from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import ConnectionLost
+from twostroke.protocol.log_context import LogContext
 from twostroke.protocol.messages import (
-    Convicted,
     Hello,
     Message,
     Ping,
     Refuse,
+    RequestsBlocked,
     StatsFrame,
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
+from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import WorkerStats
-from twostroke.protocol.verdicts import Verdict
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import VirtualLoop, run_virtually
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.token_server import TokenServer, TokenServerCallbacks, TokenServerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.token_server import TokenServer, TokenServerConfig
 
 WORKER = Peer("decode-0", 7)
 CONFIG = TokenServerConfig(stats_interval_s=0.5, lease_s=3.0, max_unsent_bytes=100_000)
@@ -50,13 +51,38 @@ class Scene:
         connection.send(Hello(Peer(router_id, 1), receiver))
         return connection
 
-    async def welcomed(self, router_id: str = "router-0", known: tuple[Verdict, ...] = ()) -> MemoryConnection:
+    async def welcomed(self, router_id: str = "router-0", known: tuple[BlockedRequest, ...] = ()) -> MemoryConnection:
         """A connection that has read its welcome, what the worker knows, and the first statistics."""
         connection = await self.connect(router_id)
         assert await connection.receive() == Welcome(WORKER)
-        assert await connection.receive() == Convicted(known)
+        assert await connection.receive() == RequestsBlocked(known)
         assert await connection.receive() == StatsFrame(STATS)
         return connection
+
+
+@dataclass
+class HearingWorker:
+    """A worker that notes what its token server says, by call."""
+
+    heard: list[tuple[str, str]]
+
+    def cancel(self, request_id: str) -> None:
+        self.heard.append(("cancel", request_id))
+
+    def prefill_failed(self, request_id: str) -> None:
+        self.heard.append(("prefill failed", request_id))
+
+    def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> None:
+        self.heard.append(("prefix", f"{ticket.request_id} {token_ids} {cache_salt!r}"))
+
+    def router_lost(self, router_id: str) -> None:
+        self.heard.append(("lost", router_id))
+
+    def stats(self) -> WorkerStats:
+        return STATS
+
+    def leave(self) -> None:
+        self.heard.append(("drain", ""))
 
 
 def play(script: Callable[[Scene], Awaitable[None]]) -> None:
@@ -66,19 +92,10 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
         fabric = MemoryFabric(seed=1)
         heard: list[tuple[str, str]] = []
         server = TokenServer(
+            worker=HearingWorker(heard),
             peer=WORKER,
             network=fabric.at("decode-0"),
             config=CONFIG,
-            callbacks=TokenServerCallbacks(
-                cancel=lambda request: heard.append(("cancel", request)),
-                prefill_failed=lambda request: heard.append(("prefill failed", request)),
-                send_prefix=lambda ticket, tokens, salt, _: heard.append(
-                    ("prefix", f"{ticket.request_id} {tokens} {salt!r}")
-                ),
-                router_lost=lambda router: heard.append(("lost", router)),
-                stats=lambda: STATS,
-                drain=lambda: heard.append(("drain", "")),
-            ),
             blocks=BlockPool(1, 16),
             clock=asyncio.get_running_loop().time,
         )
@@ -209,28 +226,28 @@ async def test_what_a_connection_that_was_replaced_still_carried_counts_for_noth
     assert isinstance(loop, VirtualLoop)
     older, other = await scene.welcomed(), await scene.welcomed("router-1")
     newer = await scene.connect()
-    older.send(Convicted((OTHER,)))
+    older.send(RequestsBlocked((OTHER,)))
     loop._now += 1.0  # the worker finds both at once
     assert await next_but_stats(newer) == Welcome(WORKER)
-    assert await next_but_stats(newer) == Convicted(())
-    other.send(Convicted((GUILTY,)))
+    assert await next_but_stats(newer) == RequestsBlocked(())
+    other.send(RequestsBlocked((GUILTY,)))
     async with asyncio.timeout(1.0):
-        assert await next_but_stats(newer) == Convicted((GUILTY,))
+        assert await next_but_stats(newer) == RequestsBlocked((GUILTY,))
 
 
-GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 600.0)
+GUILTY, OTHER = BlockedRequest(b"g" * 16, 600.0), BlockedRequest(b"o" * 16, 600.0)
 
 
 @played_by(play)
-async def test_a_verdict_goes_to_all_routers_but_the_one_that_told_it_and_but_once(scene: Scene) -> None:
+async def test_a_blocked_request_is_told_once_to_all_routers_but_the_one_that_told_it(scene: Scene) -> None:
     telling, *others = [await scene.welcomed(f"router-{number}") for number in range(3)]
-    telling.send(Convicted((GUILTY,)))
+    telling.send(RequestsBlocked((GUILTY,)))
     for other in others:
-        assert await next_but_stats(other) == Convicted((GUILTY,))
-        other.send(Convicted((GUILTY,)))  # as a router would that has found out the same
-    telling.send(Convicted((GUILTY, OTHER)))
+        assert await next_but_stats(other) == RequestsBlocked((GUILTY,))
+        other.send(RequestsBlocked((GUILTY,)))  # as a router would that has found out the same
+    telling.send(RequestsBlocked((GUILTY, OTHER)))
     for other in others:
-        assert await next_but_stats(other) == Convicted((OTHER,))
+        assert await next_but_stats(other) == RequestsBlocked((OTHER,))
     scene.server.emit("router-0", [event(0)])
     assert await next_but_stats(telling) == TokenFrame((event(0),)), "it is told nothing that it knows"
     assert scene.heard == [], "the worker makes nothing of it"

@@ -23,8 +23,8 @@ from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeavin
 from twostroke.protocol.messages import Cancel, Drain, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, SampledToken, SamplingParams, mint_ticket
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.life import MOST_BROKEN_REQUESTS
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
+from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)
@@ -147,7 +147,7 @@ async def test_a_worker_whose_engine_hangs_stops_without_the_steps_that_it_has_a
     with pytest.raises(WorkerLost):
         await call
     assert rig.pool.owned_blocks > 0, "the step that hangs may write into them"
-    (job,) = {entry.job for step in rig.worker._under_way.give_up() for entry in step.entries}
+    (job,) = {entry.job for step in rig.worker._steps.give_up() for entry in step.entries}
     job.sequence.reset(rig.pool)
 
 
@@ -216,11 +216,11 @@ async def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_giv
 async def test_a_worker_that_is_told_to_leave_and_is_kept_takes_requests_again_unless_it_is_to_end(rig: Rig) -> None:
     rig.router.send(Drain())
     await asyncio.sleep(0.001)
-    rig.worker.stay()
+    rig.worker.resume()
     assert not rig.worker.stats().is_draining
     await rig.ask(a_request())
     await rig.worker.drain()
-    rig.worker.stay()
+    rig.worker.resume()
     with pytest.raises(WorkerLeaving):
         await rig.ask(a_request(name="late"))
 
@@ -272,9 +272,9 @@ async def test_workers_learn_what_their_own_steps_cost(rig: Rig) -> None:
 
 @of_both_roles(max_step_tokens=16)
 async def test_behind_prompts_the_next_step_is_scheduled_shortly_before_the_expected_end(rig: Rig) -> None:
-    """So that those who come meanwhile are in it: not while costs are not known, nor where the step ends before."""
+    """Requests that arrive meanwhile are in it. Nothing runs ahead of unknown costs, or of a step that ends before."""
     rig.engine.slowness = 10.0  # a step of 16 tokens takes 26 ms
-    under_way = rig.worker._under_way
+    under_way = rig.worker._steps
     call = begin(rig.ask(a_request(32, "unknown costs", max_tokens=1)))
     await asyncio.sleep(0.025)
     assert len(under_way) == 1

@@ -14,17 +14,17 @@ from tests.simulation.fake_model import FakeEngine, expected_tokens
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.sides import Outgoing
+from twostroke.kvtransfer.ranks import Outgoing
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.worker import PrefillWorker
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import (
-    Convicted,
     Hello,
     KVHello,
     KVNotSent,
     Offer,
     Reach,
+    RequestsBlocked,
     StatsFrame,
     TokenFrame,
     Welcome,
@@ -45,7 +45,7 @@ from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingP
 from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.pulls import PrefixExports, Transfers
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.worker import WorkerDeps
 
 SECRET = b"a secret of tests"
@@ -115,7 +115,7 @@ class Rig:
         return getattr(self.worker, self.info.role)(request, ticket, pull)
 
     async def is_right(self, request: GenerateRequest, reply: Any) -> bool:
-        """Whether the request has got its answer: the first token with the reply, or all by the token channel."""
+        """True where the request has its answer: the first token with the reply, or all by the token channel."""
         if self.info.role == "prefill":
             return list(enumerate(token.token_id for token in reply.event.tokens)) == expected(request)[:1]
         await a_moment()
@@ -126,7 +126,7 @@ class Rig:
         connection = await self.fabric.at(router_id).connect(self.info.token_address)
         connection.send(Hello(Peer(router_id, 1), self.info.peer))
         assert isinstance(await connection.receive(), Welcome)
-        assert isinstance(await connection.receive(), Convicted)
+        assert isinstance(await connection.receive(), RequestsBlocked)
         asyncio.create_task(self._listen(connection), name="a router's reader")  # noqa: RUF006  (ends with it)
         self.router = connection
         return connection
@@ -143,7 +143,7 @@ class Rig:
         return ticket
 
     async def silent_peer(self, worker_id: str) -> Address:
-        """Where somebody listens who never says a word: transfers to it end by their lease."""
+        """Start a listener that never sends a message: transfers to it end by their lease. Return its address."""
 
         async def say_nothing(connection: Connection) -> None:
             with suppress(ConnectionLost):
@@ -199,15 +199,15 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
     pool, engine = parts.pool, FakeEngine(parts.store, swap_space)
-    equipment = WorkerDeps(
+    deps = WorkerDeps(
         peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
     )
     worker: PrefillWorker | DecodeWorker
     if role == "prefill":
-        worker = PrefillWorker(PrefillConfig(**config), equipment)
+        worker = PrefillWorker(PrefillConfig(**config), deps)
     else:
         config = {"max_batch": 8, "max_step_tokens": 16} | config
-        worker = DecodeWorker(DecodeConfig(**config), equipment, swap_space)
+        worker = DecodeWorker(DecodeConfig(**config), deps, swap_space)
     rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
     await rig.connect_router()
     try:
@@ -226,7 +226,7 @@ def begin(call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
 
 
 async def a_moment() -> None:
-    """Until frames under way have arrived."""
+    """Wait until frames under way have arrived."""
     await asyncio.sleep(0.1)
 
 
@@ -260,8 +260,8 @@ class Source:
         return mint_ticket(secret, name, self.peer, target or info.peer, info.transfer_addresses)
 
     def send(self, ticket: Ticket, request: GenerateRequest) -> bool:
-        """As PrefixExports.send."""
-        return self.exports.send(ticket, request.token_ids, request.cache_salt, request.log_context)
+        """Send a prefix, like PrefixExports.send_prefix."""
+        return self.exports.send_prefix(ticket, request.token_ids, request.cache_salt, request.log_context)
 
     def offer(self, request: GenerateRequest) -> Ticket:
         """Send what is cached of a request to the rig's worker, which is to be told so with this ticket."""
@@ -275,14 +275,14 @@ class Source:
         num_tokens = sequence.num_uncomputed
         sequence.reserve(self.parts.pool, num_tokens)
         (token,) = await FakeEngine(self.parts.store).step([sequence.step(num_tokens)])
-        transfer = self.parts.sender.open(ticket, num_tokens, sequence.block_ids, num_tokens)
+        transfer = self.parts.sender.begin_transfer(ticket, num_tokens, sequence.block_ids, num_tokens)
 
         async def see_off() -> None:
             with suppress(TransferFailed):
                 await transfer.done()
             sequence.reset(self.parts.pool)
 
-        self.transfers.see(see_off(), "hand over")
+        self.transfers.track(see_off(), "hand over")
         return transfer, token
 
     def vanish(self) -> None:
@@ -297,7 +297,7 @@ async def source_beside(
 ) -> AsyncIterator[Source]:
     """It has the blocks of so many tokens of a request cached. Afterwards nothing of it may be left."""
     parts = make_parts(peer, rig.fabric, rig.links, block_size=block_size)
-    transfers = Transfers(lambda: None)
+    transfers = Transfers()
     exports = PrefixExports(sender=parts.sender, pool=parts.pool, transfers=transfers)
     try:
         source = Source(rig, peer, parts, exports, transfers)
@@ -306,7 +306,7 @@ async def source_beside(
         yield source
     finally:
         await parts.sender.close()
-        await transfers.ended()
+        await transfers.all_ended()
         await parts.close()
         assert parts.pool.owned_blocks == 0
         parts.pool.check_integrity()

@@ -15,14 +15,14 @@ from twostroke.worker.experts.expert_copies import better_copies, rank_loads
 from twostroke.worker.experts.expert_load import ExpertLoad
 
 EXAMINE_S = 10.0
-"""From one look at all layers to the next."""
+"""Seconds between examinations of all layers."""
 LEAST_CHOICES = 4.0
-"""Of late, of each expert in the mean: fewer say too little."""
+"""Recent choices of each expert, in the mean, that are needed for a decision."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What ranks have for copies, and how much of them may move before one step."""
+    """Memory of ranks for copies, and the bytes that may move before one step."""
 
     ranks: int
     slots: int  # of each rank in each layer
@@ -35,7 +35,7 @@ class Room:
 
 
 class ExpertBalance:
-    """Of one worker; asked by rank 0 before each step."""
+    """Balances the experts of one worker; rank 0 calls `next` before each step."""
 
     def __init__(self, load: ExpertLoad, room: Room, clock: Clock):
         self._load = load
@@ -49,12 +49,14 @@ class ExpertBalance:
 
     @property
     def num_copies(self) -> int:
-        """That steps use, in all layers."""
+        """Copies that steps use, in all layers."""
         return sum(expert != NOBODY for copies in self._used for slots in copies.slots for expert in slots)
 
     def imbalances(self) -> tuple[float, ...]:
-        """Of each layer, the rows of late of the busiest rank over the mean of all, as experts lie now; 0 without
-        any."""
+        """Return for each layer the recent rows of the busiest rank over the mean of all, with today's copies.
+
+        0 for layers without rows.
+        """
         found = []
         for loads, copies in zip(self._load.recent().tolist(), self._used, strict=True):
             of_ranks = rank_loads(loads, copies)
@@ -62,7 +64,7 @@ class ExpertBalance:
         return tuple(found)
 
     def next(self) -> ArrangeExperts | None:
-        """What all ranks are to do before the step that is about to begin; None: nothing."""
+        """Return the moves that all ranks make before the step that is about to begin; None: none."""
         if not self._orders:
             self._examine_one_layer()
         copies: list[LayerCopies] = []

@@ -1,4 +1,4 @@
-"""Which experts a worker's ranks should hold copies of, so that the busiest rank has less to do. Pure; no torch.
+"""The choice of experts that a worker's ranks hold copies of, so that the busiest rank has less to do. Pure; no torch.
 
 An expert's tokens are divided alike among the ranks that hold it. Experts are copied greedily, the busiest rank's
 heaviest first and to the rank with the least to do, as long as that makes the busiest ranks less busy (as
@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from twostroke.protocol.messages import NOBODY, LayerCopies
 
 LEAST_GAIN = 0.1
-"""Of a rank's mean load, by which the busiest one's has to fall, or copies stay as they are: the next counts may say
-something else, and weights that move make steps longer. No expert is copied from a rank that is as near to the mean."""
+"""Part of the mean load by which the busiest rank's load must fall for copies to change.
+
+The next counts may differ, and weights that move make steps longer. No expert is copied from a rank that is this near
+to the mean."""
 
 
 def rank_loads(loads: Sequence[float], copies: LayerCopies) -> list[float]:
-    """What falls to each rank of what falls to each expert."""
+    """Return the load of each rank, given the load of each expert."""
     found = [0.0] * len(copies.slots)
     for load, holders in zip(loads, copies.holders(len(loads)), strict=True):
         for rank, _ in holders:

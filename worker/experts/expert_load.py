@@ -1,4 +1,4 @@
-"""How unevenly tokens choose among a model's experts of late. No torch."""
+"""The recent load of a model's experts: how unevenly tokens choose among them. No torch."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 from twostroke.protocol.clock import Clock
 
 MEMORY_S = 60.0
-"""After so long a choice counts 1/e."""
+"""Seconds after which a choice counts 1/e."""
 
 ReadHits = Callable[[], np.ndarray[Any, np.dtype[np.int64]]]
 """[layers, experts]: how often each was chosen so far; zeros where a layer has none."""
@@ -27,7 +27,7 @@ class ExpertLoad:
 
     @property
     def num_layers(self) -> int:
-        """Of the model, those without experts among them."""
+        """Layers of the model, including those without experts."""
         return len(self._recent)
 
     def recent(self) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -38,9 +38,9 @@ class ExpertLoad:
         return self._recent
 
     def skews(self) -> tuple[float, ...]:
-        """Of each layer, how often its hottest expert was chosen, over the mean of its experts.
+        """Return for each layer how often its hottest expert was chosen, over the mean of its experts.
 
-        1 where all were chosen alike, experts / top_k where all tokens chose the same. 0 without choices, or experts.
+        1 where all were chosen alike, experts / top_k where all tokens chose the same; 0 without choices or experts.
         """
         recent = self.recent()
         means = recent.mean(axis=1)

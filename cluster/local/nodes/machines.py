@@ -120,8 +120,8 @@ def why_not() -> str | None:
     probe = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "ip", "link", "add", _BRIDGE, "type", "bridge"]
     tried = subprocess.run(probe, capture_output=True, text=True)
     if tried.returncode != 0:
-        said = tried.stderr.strip().splitlines() or [f"unshare ended with {tried.returncode}"]
-        return f"network namespaces need root: {said[-1]}"
+        lines = tried.stderr.strip().splitlines() or [f"unshare ended with {tried.returncode}"]
+        return f"network namespaces need root: {lines[-1]}"
     return None
 
 

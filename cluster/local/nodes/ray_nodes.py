@@ -159,12 +159,12 @@ class RayNodes:
         deadline = time.monotonic() + START_S
         while True:
             has_ended = node.process.poll() is not None
-            said = node.log.read_bytes()
-            if _UP in said:
+            text = node.log.read_bytes()
+            if _UP in text:
                 return None
             if has_ended or time.monotonic() > deadline:
                 when = "has ended" if has_ended else f"is not up after {START_S:g} s"
-                return f"{when}: {said.decode(errors='replace')}"
+                return f"{when}: {text.decode(errors='replace')}"
             time.sleep(0.05)
 
     def serve_run(self, config: Mapping[str, Any]) -> None:
@@ -180,8 +180,8 @@ class RayNodes:
             process.kill()
             process.wait()
         if process.returncode != 0:
-            said = log.read_text(errors="replace")
-            raise NodeFailed(f"{' '.join(command)} ended with {process.returncode}: {said}")
+            text = log.read_text(errors="replace")
+            raise NodeFailed(f"{' '.join(command)} ended with {process.returncode}: {text}")
 
     def serve_status(self) -> dict[str, str]:
         """Return the state of each application, from Serve's controller on the head. Raises NodeFailed."""
@@ -195,10 +195,10 @@ class RayNodes:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        said = log.read_text(errors="replace")
+        text = log.read_text(errors="replace")
         if process.returncode != 0:
-            raise NodeFailed(f"Serve's state can't be had: {said}")
-        applications: dict[str, str] = json.loads(said.splitlines()[-1])
+            raise NodeFailed(f"Serve's state can't be had: {text}")
+        applications: dict[str, str] = json.loads(text.splitlines()[-1])
         return applications
 
     def _start(self, spec: NodeSpec, machine: Machine, *, is_head: bool) -> Node:

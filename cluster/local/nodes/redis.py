@@ -38,8 +38,8 @@ class Redis:
         command += ["--save", "", "--appendonly", "no", "--dir", str(folder)]
         process = machine.start(command, os.environ | {"LD_LIBRARY_PATH": libraries}, log)
         deadline = time.monotonic() + START_S
-        while _READY not in (said := log.read_text(errors="replace")):
+        while _READY not in (text := log.read_text(errors="replace")):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise OSError(f"Redis does not start: {said}")
+                raise OSError(f"Redis does not start: {text}")
             time.sleep(0.02)
         self.address = f"{machine.address}:{PORT}"

@@ -36,7 +36,7 @@ def server(script: str, log: Path | None = None) -> ServerProcess:
 
 def test_a_server_answers_within_the_context_and_is_gone_after(tmp_path: Path) -> None:
     with server(SERVER, tmp_path / "log") as running:
-        assert running.said().startswith("here I am")
+        assert running.output().startswith("here I am")
         assert running.started_in_s > 0
         assert peers.memory_gib(running.pid) > 1e-3
     assert running.pid not in descendants()

@@ -1,4 +1,4 @@
-"""Which answers the comparison takes, its rows, its turns, and the report that is made of them."""
+"""The comparison takes whole answers alone, and its rows, turns and report are as documented."""
 
 import json
 from typing import Any

@@ -27,7 +27,7 @@ class System:
     memory: PolicyMemory = field(default_factory=PolicyMemory)
     arrived: Arrived = field(default_factory=Arrived)
     now_s: float = 0.0
-    decisions: list[ScalingDecision] = field(default_factory=list)  # one a look
+    decisions: list[ScalingDecision] = field(default_factory=list)  # one per sample
 
     def goes_on(
         self,
@@ -38,7 +38,7 @@ class System:
         ends: bool = True,
         every_s: float = 5.0,
     ) -> None:
-        """So many requests a second arrive, and end at once if `ends`; a look `every_s`."""
+        """Let `rate` requests a second arrive, which end at once if `ends`; a sample every `every_s`."""
         for _ in range(round(seconds / every_s)):
             self.now_s += every_s
             was, count = self.arrived, rate * every_s
@@ -51,7 +51,7 @@ class System:
             self.looks()
 
     def looks(self) -> ScalingDecision:
-        """One look, and what it orders."""
+        """Take a sample, and return what it orders."""
         signals = Signals(self.now_s, self.arrived, self.prefill, self.decode, self.ttft_s, self.tpot_s)
         decision, self.memory = decide(signals, self.memory, self.config)
         self.decisions.append(decision)

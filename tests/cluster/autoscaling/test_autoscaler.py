@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from twostroke.cluster.autoscaling import autoscaler
-from twostroke.cluster.autoscaling.autoscaler import STALE_S, ScalingOrder, ScalingView, State, is_due, look
+from twostroke.cluster.autoscaling.autoscaler import STALE_S, ScalingOrder, ScalingView, State, is_due, take_sample
 from twostroke.cluster.autoscaling.policy import PolicyMemory
 from twostroke.cluster.autoscaling.samples import Reason, RouterSample, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
@@ -24,7 +24,7 @@ NOW = 5000.0
 
 
 def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None = None) -> ScalingView:
-    """A look at an idle system; `told_s` is when its router told last, of the same clock."""
+    """A sample of an idle system; `told_s` is when its router told last, of the same clock."""
     numbers = {"prefill.running": float(prefill), "decode.running": float(decode)}
     told = RouterSample(100.0 + (at_s if told_s is None else told_s), numbers)
     return ScalingView({"r": told}, {"r"}, {"prefill": prefill, "decode": decode}, at_s, NOW + at_s)
@@ -32,7 +32,7 @@ def seen(at_s: float, *, prefill: int = 1, decode: int = 1, told_s: float | None
 
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> list[ScalingDecision]:
-    """What a policy says that is told what to say: the last of these."""
+    """Replace the policy by one that returns the last of these decisions."""
     decisions = [ScalingDecision(1, 1, Reason.STEADY, Reason.STEADY, {"load": 0.5})]
 
     def decide(
@@ -54,11 +54,11 @@ def test_a_change_is_logged_once_and_told_with_its_reason_and_time(
     decided: list[ScalingDecision], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="ray.serve"):
-        state, has_decided = look(None, seen(0.0), ORDER)
+        state, has_decided = take_sample(None, seen(0.0), ORDER)
         decided.append(ScalingDecision(1, 3, Reason.STEADY, Reason.DEMAND))
-        state, _ = look(state, seen(2.0), ORDER)
+        state, _ = take_sample(state, seen(2.0), ORDER)
         decided.append(ScalingDecision(1, 3, Reason.STEADY, Reason.PENDING))
-        state, _ = look(state, seen(4.0, decode=3), ORDER)
+        state, _ = take_sample(state, seen(4.0, decode=3), ORDER)
     assert has_decided
     assert [record.message for record in caplog.records] == ["autoscaling: decode workers from 1 to 3 (demand)"]
     scaling = state.scaling
@@ -71,9 +71,9 @@ def test_a_change_is_logged_once_and_told_with_its_reason_and_time(
 
 
 def test_between_two_decisions_nothing_is_told(decided: list[ScalingDecision]) -> None:
-    state, _ = look(None, seen(0.0), ORDER)
+    state, _ = take_sample(None, seen(0.0), ORDER)
     decided.append(ScalingDecision(1, 1, Reason.BETWEEN, Reason.BETWEEN))
-    later, has_decided = look(state, seen(1.0), ORDER)
+    later, has_decided = take_sample(state, seen(1.0), ORDER)
     assert not has_decided
     assert later.scaling == state.scaling
 
@@ -81,29 +81,29 @@ def test_between_two_decisions_nothing_is_told(decided: list[ScalingDecision]) -
 def test_without_any_router_that_tells_of_demand_all_stays_and_this_is_said_once(
     decided: list[ScalingDecision], caplog: pytest.LogCaptureFixture
 ) -> None:
-    state, _ = look(None, seen(0.0), ORDER)
+    state, _ = take_sample(None, seen(0.0), ORDER)
     decided.append(ScalingDecision(4, 4, Reason.DEMAND, Reason.DEMAND))
     for at_s in (STALE_S + 1, STALE_S + 2):
-        state, has_decided = look(state, seen(at_s, told_s=0.0), ORDER)
+        state, has_decided = take_sample(state, seen(at_s, told_s=0.0), ORDER)
         assert not has_decided
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    _, has_decided = look(state, seen(STALE_S + 3), ORDER)
+    _, has_decided = take_sample(state, seen(STALE_S + 3), ORDER)
     assert has_decided
 
 
 def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[ScalingDecision]) -> None:
     only = replace(ORDER, roles=("decode",))
-    state, _ = look(None, replace(seen(0.0), targets={"decode": 1}), only)
+    state, _ = take_sample(None, replace(seen(0.0), targets={"decode": 1}), only)
     assert state.scaling is not None
     assert state.scaling.targets == {"decode": 1}
 
 
 def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -> None:
-    """By the real policy: Serve's controller started anew."""
+    """The real policy shrinks nothing after Serve's controller was started anew."""
     state: State | None = None
     targets: list[dict[str, int]] = []
     for second in range(20):
-        state, has_decided = look(state, seen(float(second), prefill=2, decode=3), ORDER)
+        state, has_decided = take_sample(state, seen(float(second), prefill=2, decode=3), ORDER)
         if has_decided and state.scaling is not None:
             targets.append(dict(state.scaling.targets))
             if targets[-1]["decode"] < 3:
@@ -114,7 +114,7 @@ def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -
 
 
 def under_load(second: float, *, wall_s: float) -> ScalingView:
-    """A look at a system that prompts keep four prefill workers busy in; `wall_s` is how far the clocks are off."""
+    """A sample of a system that prompts keep four prefill workers busy in; `wall_s` is how far the clocks are off."""
     costs = {"base_s": 0.001, "token_s": 0.001, "pair_s": 0.0, "row_s": 0.001, "context_s": 0.0, "num_samples": 9.0}
     workers = {"running": 4.0, "total_tokens": 1e6, **costs}
     arrived = {
@@ -132,12 +132,15 @@ def under_load(second: float, *, wall_s: float) -> ScalingView:
 
 @pytest.mark.parametrize("step_s", [600.0, -600.0])
 def test_a_clock_that_is_set_changes_no_decision(step_s: float) -> None:
-    """By the real policy, under a constant load: the clock of the head, or of a router's node, is set at second 30."""
+    """The real policy ignores a clock that is set at second 30, of the head or of a router's node, under a constant
+    load."""
     states: dict[float, State | None] = {0.0: None, step_s: None}
     told: dict[float, list[dict[str, int]]] = {0.0: [], step_s: []}
     for off_s in states:
         for second in range(60):
-            state, has_decided = look(states[off_s], under_load(second, wall_s=off_s if second >= 30 else 0.0), ORDER)
+            state, has_decided = take_sample(
+                states[off_s], under_load(second, wall_s=off_s if second >= 30 else 0.0), ORDER
+            )
             states[off_s] = state
             if has_decided and state.scaling is not None:
                 told[off_s].append(dict(state.scaling.targets))

@@ -1,4 +1,4 @@
-"""How a router follows what is decided elsewhere."""
+"""Routers follow decisions that are made elsewhere."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ def decided(at: float, target: int = 2) -> Scaling:
 
 
 class Head:
-    """What is published; or nothing can be learnt."""
+    """Fake of Ray's head: what is published, or an error."""
 
     def __init__(self, entry: Scaling | Exception | None):
         self.entry = entry
@@ -36,28 +36,28 @@ def watch_of(head: Head) -> DecisionWatch:
 async def test_the_last_decision_is_known() -> None:
     head = Head(None)
     watch = watch_of(head)
-    await watch.look()
+    await watch.check()
     assert watch.latest() is None
     head.entry = decided(NOW - 3)
-    await watch.look()
+    await watch.check()
     assert watch.latest() == head.entry
 
 
 async def test_a_decision_of_an_earlier_application_is_not_taken_for_this_ones() -> None:
     head = Head(decided(NOW - STALE_S - 5.1))
     watch = watch_of(head)
-    await watch.look()
+    await watch.check()
     assert watch.latest() is None
 
 
 async def test_decisions_are_known_though_the_clock_of_the_head_is_an_hour_behind() -> None:
     head = Head(decided(NOW - 3600))
     watch = watch_of(head)
-    await watch.look()
-    await watch.look()
+    await watch.check()
+    await watch.check()
     assert watch.latest() is None  # it may be an earlier application's
     head.entry = decided(NOW - 3595)
-    await watch.look()
+    await watch.check()
     assert watch.latest() == head.entry
 
 
@@ -67,15 +67,15 @@ async def test_what_is_known_stays_while_nothing_can_be_learnt_and_that_is_said_
 ) -> None:
     head = Head(decided(NOW))
     watch = watch_of(head)
-    await watch.look()
+    await watch.check()
     known = watch.latest()
     head.entry = failure
-    await watch.look()
-    await watch.look()
+    await watch.check()
+    await watch.check()
     assert watch.latest() == known
     assert len(caplog.records) == 1
     head.entry = decided(NOW, target=3)
-    await watch.look()
+    await watch.check()
     assert watch.latest() == head.entry
 
 

@@ -1,4 +1,4 @@
-"""What routers tell adds up to one look at the system, however they come and go."""
+"""Reports of routers add up to one sample of the system, however routers come and go."""
 
 from collections.abc import Mapping
 from dataclasses import replace

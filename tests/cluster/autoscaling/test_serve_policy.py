@@ -129,7 +129,7 @@ def test_a_decision_that_fails_is_logged_and_all_stays(
     def fails(*_: object) -> None:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(serve_policy, "look", fails)
+    monkeypatch.setattr(serve_policy, "take_sample", fails)
     decisions, states = joint_policy(contexts(clock))
     assert decisions == {}
     assert "the number of workers stays" in caplog.text
@@ -189,7 +189,7 @@ def test_serves_own_bookkeeping_takes_the_policy_its_decisions_and_its_state(pub
 
 
 class _Info:
-    """As much of Serve's DeploymentInfo as is looked at."""
+    """The part of Serve's DeploymentInfo that is read."""
 
     target_capacity = None
     target_capacity_direction = None

@@ -1,4 +1,4 @@
-"""What people type first who know vLLM: each works, or says what to type instead."""
+"""First commands of people who know vLLM work, or say what to type instead."""
 
 import argparse
 import shlex
@@ -115,7 +115,7 @@ def test_a_flag_with_a_letter_missing_is_known_again_short_forms_notwithstanding
 
 
 def exit_code_of(typed: str) -> object:
-    """Of a command that returns it, or ends by it."""
+    """Return the exit code of a command that returns it or raises SystemExit."""
     try:
         return main(shlex.split(typed))
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""What people type who come from vLLM reaches the settings that mean the same."""
+"""vLLM's flags reach the settings that mean the same."""
 
 import argparse
 from pathlib import Path

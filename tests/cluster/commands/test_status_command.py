@@ -26,7 +26,8 @@ def status(*workers: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def run_watch(answers: list[dict[str, Any] | None], *, is_terminal: bool) -> str:
-    """What is printed where these answers come, one in two seconds; None: nobody answers. Then comes Ctrl-C."""
+    """Return what is printed where these answers come, one in two seconds, until Ctrl-C. None means that nobody
+    answers."""
     console = Console(file=io.StringIO(), width=200, height=50, force_terminal=is_terminal, color_system=None)
     now = 0.0
 

@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encod
 SETTINGS = {one.path: one for one in settings_of(ClusterConfig)}
 MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
 BESIDE = {"redundant_experts": {"tensor_parallel": 2, "expert_parallel": True}}
-"""Without which a setting can't be."""
+"""Settings that a setting needs beside it."""
 NUMBER = r"-?\d+(?:\.\d+)?"
 RANGE = re.compile(
     rf"(?:(?:at least|(?P<above>above)) )?(?P<low>{NUMBER})(?:,? to (?P<below>below )?(?P<high>{NUMBER}))?"

@@ -33,7 +33,7 @@ SAMPLES = {
     "--tensor-parallel-size": "4",
     "--pipeline-parallel-size": "4",
 }
-"""What is typed where the setting does not take 257."""
+"""Values for settings that do not take 257."""
 
 
 def cells_of(part: str) -> Iterator[list[str]]:
@@ -116,7 +116,7 @@ def test_metrics_are_those_that_there_are() -> None:
 
 
 def judged(field: str) -> set[str]:
-    """What becomes of a field, by the models that check requests."""
+    """Return what happens to a field, by the models that check requests."""
     found = set()
     for kind, least in REQUESTS:
         if field in kind.model_fields:

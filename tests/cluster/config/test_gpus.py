@@ -22,7 +22,7 @@ TP4 = {role: {"tensor_parallel": 4} for role in ("prefill", "decode")}
 
 
 def workers(settings: dict[str, Any]) -> tuple[tuple[int, float], tuple[int, float]]:
-    """Of both roles: how many there are, and the GPUs of each one's ranks."""
+    """Return the number of workers and the GPUs of each rank, of both roles."""
     config = read_config(settings)
     return tuple((config.counts[role].most, config.roles[role].gpus) for role in ("prefill", "decode"))  # type: ignore
 
@@ -119,11 +119,11 @@ def test_who_deploys_on_a_cluster_hears_of_its_idle_gpus(
 
 
 class _Stopped(Exception):
-    """Before anything starts."""
+    """Raised in place of starting anything."""
 
 
 def told_by_a_server_on_two_gpus(order: ServeOrder, monkeypatch: pytest.MonkeyPatch) -> list[ServerReport]:
-    """Before it starts anything."""
+    """Return the reports before anything starts."""
     monkeypatch.setattr(server, "_gpus_in_sight", lambda: 2)
     monkeypatch.setattr(server, "check_is_anywhere", lambda _: (_ for _ in ()).throw(_Stopped))
     said = io.StringIO()

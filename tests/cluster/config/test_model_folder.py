@@ -1,4 +1,4 @@
-"""Which model a path names, and what is fetched of the hub."""
+"""A path names the right model, and the hub is asked for no more than is needed."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from twostroke.protocol.errors import ConfigError
 
 @pytest.fixture
 def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """What is asked of the hub, which answers with an empty folder."""
+    """Record requests to the hub, which answers with an empty folder."""
     asked: list[tuple[str, str | None]] = []
 
     def download(hub_id: str, *, revision: str | None, allow_patterns: Any) -> str:

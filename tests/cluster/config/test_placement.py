@@ -1,4 +1,4 @@
-"""What the configuration's `node_labels` and `node_resources` make of the options that Ray Serve is given."""
+"""`node_labels` and `node_resources` reach the options of Ray Serve."""
 
 import pytest
 from ray._private.label_utils import validate_label_selector

@@ -1,4 +1,4 @@
-"""What our packages log reaches the file of the process, in the format that is configured."""
+"""Log lines of our packages reach the file of the process, in the configured format."""
 
 import builtins
 import json

@@ -158,7 +158,7 @@ async def test_an_aggregated_fleet_has_nobody_to_prefill(handle: FakeHandle) -> 
 
 
 def wrapped(error: Exception) -> Exception:
-    """As an actor call brings what the worker raised."""
+    """Wrap an error as an actor call does."""
     return RayTaskError("decode", "a traceback", error).as_instanceof_cause()
 
 

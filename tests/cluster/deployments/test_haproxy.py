@@ -85,7 +85,7 @@ def serves_haproxy(folder: Path, entry: int, request_s: float) -> Iterator[int]:
 
 
 async def seconds_until_closed(port: int, first: bytes, more: bytes) -> float:
-    """Of a connection on which `first` is sent, and then a little again and again."""
+    """Return the seconds until a connection is closed on which `first` is sent, and then a little again and again."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     began = asyncio.get_running_loop().time()
     answer = asyncio.create_task(reader.read())

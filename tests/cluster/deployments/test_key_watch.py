@@ -51,22 +51,22 @@ async def test_keys_of_the_file_come_and_go_and_the_configurations_own_stay(
         other = file.with_name("other")
         other.write_text("keys:\n" + line("bob", "2"))
         os.replace(other, file)
-        await watch.look()
+        await watch.check()
     assert tenants.names == {"own", "bob"}
     assert [record.getMessage() for record in caplog.records] == ["API keys new: bob", "API keys revoked: alice"]
     become(file, "keys: []")
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own"}
 
 
 async def test_a_file_in_the_same_ones_place_is_read_though_it_is_as_long(file: Path) -> None:
-    """As a key's rotation makes it."""
+    """A key's rotation leaves a file of the same length."""
     watch, tenants = watch_of(file)
-    await watch.look()
+    await watch.check()
     other = file.with_name("other")
     other.write_text("keys:\n" + line("carol", "1"))
     os.replace(other, file)
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own", "carol"}
 
 
@@ -78,15 +78,15 @@ async def test_a_file_that_is_wrong_or_gone_changes_nothing_and_is_told_once(
     file: Path, caplog: pytest.LogCaptureFixture, text: str | None
 ) -> None:
     watch, tenants = watch_of(file)
-    await watch.look()
+    await watch.check()
     become(file, text)
     for _ in range(3):
-        await watch.look()
+        await watch.check()
     assert tenants.names == {"own", "alice"}
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"the API keys stay as they are: auth.keys_file: {file}: ")
     become(file, "keys:\n" + line("carol", "4"))
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own", "carol"}
 
 
@@ -98,14 +98,14 @@ async def test_a_watch_outlives_dates_that_can_not_be_and_takes_the_next_good_fi
     file: Path, caplog: pytest.LogCaptureFixture, expires: str
 ) -> None:
     watch, tenants = watch_of(file)
-    await watch.look()
+    await watch.check()
     become(file, f"keys:\n- {{name: bob, sha256: '{'2' * 64}', expires: {expires}}}\n")
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own", "alice"}
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"the API keys stay as they are: auth.keys_file: {file}: ")
     become(file, "keys: []")
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own"}
 
 
@@ -121,10 +121,10 @@ async def test_a_look_that_fails_in_any_way_is_logged_and_followed_by_the_next(
     become(file, "keys: []")
     with monkeypatch.context() as patch:
         patch.setattr(key_watch, "keys_of", fail)
-        await watch.look()
+        await watch.check()
     (told,) = [record.getMessage() for record in caplog.records]
     assert told == f"the API keys stay as they are: auth.keys_file: {file}: MemoryError: no room"
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own"}
 
 
@@ -133,13 +133,13 @@ async def test_a_file_that_becomes_readable_is_read_though_its_text_and_times_st
 ) -> None:
     """Root reads any file, so the refusal is played."""
     watch, tenants = watch_of(file)
-    await watch.look()
+    await watch.check()
     become(file, "keys:\n" + line("bob", "2"))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", refuse)
-        await watch.look()
+        await watch.check()
     assert tenants.names == {"own", "alice"}
-    await watch.look()
+    await watch.check()
     assert tenants.names == {"own", "bob"}
 
 
@@ -152,19 +152,19 @@ async def test_the_keys_age_grows_while_the_file_is_wrong_and_only_then(file: Pa
     watch, _ = watch_of(file, clock=lambda: now)
     now = 103.0
     assert watch.age_s() == 3.0
-    await watch.look()
+    await watch.check()
     assert watch.age_s() == 0.0
     become(file, "keys: [")
     now = 105.0
-    await watch.look()
+    await watch.check()
     now = 107.0
-    await watch.look()
+    await watch.check()
     assert watch.age_s() == 4.0
     become(file, "keys: []")
-    await watch.look()
+    await watch.check()
     assert watch.age_s() == 0.0
     now = 109.0
-    await watch.look()  # the file is the same, and known to be
+    await watch.check()  # the file is the same, and known to be
     assert watch.age_s() == 0.0
 
 
@@ -174,5 +174,5 @@ async def test_a_file_of_keys_that_is_no_file_does_not_hold_the_watch(file: Path
     become(file, None)
     os.mkfifo(file)
     async with asyncio.timeout(5):
-        await watch.look()
+        await watch.check()
     assert tenants.names == {"own", "alice"}

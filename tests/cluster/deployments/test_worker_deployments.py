@@ -1,4 +1,4 @@
-"""How a worker's replica ends: transfers under way get their time, and no more."""
+"""A leaving worker's replica gives transfers in progress their time, and no more."""
 
 import asyncio
 from types import SimpleNamespace

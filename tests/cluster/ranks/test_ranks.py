@@ -26,13 +26,11 @@ from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout, stage_layers
 from twostroke.protocol.messages import (
-    OpenTransfer,
     RankCopy,
     RankSequence,
     RankStep,
-    RefuseTransfer,
     StepEnded,
-    TransferReady,
+    TransferCall,
 )
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Address, Peer, Ticket
@@ -75,7 +73,7 @@ class FakeParts:
             on_layer(0)
         return [None] * len(batch)
 
-    def open(self, *_: Any) -> "FakeParts":
+    def begin_transfer(self, *_: Any) -> "FakeParts":
         return self
 
     def layer_ready(self, layer: int, num_tokens: int) -> None:
@@ -84,7 +82,7 @@ class FakeParts:
     async def done(self) -> None:
         await self.closed.wait()
 
-    def refuse(self, ticket: Ticket) -> None:
+    def refuse_offer(self, ticket: Ticket) -> None:
         self.note("refuse")
 
     async def start(self, host: str) -> tuple[Address]:
@@ -127,7 +125,7 @@ async def a_rank(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakePar
 
 async def test_what_follows_a_steps_end_waits_for_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_rank(monkeypatch) as (parts, ranks):
-        for message in (STEP, StepEnded(), RefuseTransfer(TICKET)):
+        for message in (STEP, StepEnded(), TransferCall("refuse_offer", ticket=TICKET)):
             ranks.tell(message)
         await parts.until("begin [7, 8], 1 copies")
         await asyncio.sleep(0.05)  # time enough to do it wrongly
@@ -140,7 +138,7 @@ async def test_what_follows_a_steps_end_waits_for_the_ranks_own(monkeypatch: pyt
 async def test_a_step_begins_while_the_one_before_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     second = RankStep((RankSequence((0,), 3, (4,), True, follows=0),), False)
     async with a_rank(monkeypatch) as (parts, ranks):
-        for message in (STEP, second, StepEnded(), RefuseTransfer(TICKET), StepEnded()):
+        for message in (STEP, second, StepEnded(), TransferCall("refuse_offer", ticket=TICKET), StepEnded()):
             ranks.tell(message)
         await parts.until("begin [0], 0 copies")
         assert parts.notes == ["begin [7, 8], 1 copies", "begin [0], 0 copies"]
@@ -152,7 +150,7 @@ async def test_a_step_begins_while_the_one_before_is_under_way(monkeypatch: pyte
 async def test_what_comes_during_a_step_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_rank(monkeypatch) as (parts, ranks):
         ranks.tell(STEP)
-        ranks.tell(RefuseTransfer(TICKET))
+        ranks.tell(TransferCall("refuse_offer", ticket=TICKET))
         await parts.until("refuse")
         await parts.until("begin [7, 8], 1 copies")
         assert "end" not in parts.notes
@@ -160,7 +158,11 @@ async def test_what_comes_during_a_step_is_done_at_once(monkeypatch: pytest.Monk
 
 async def test_kv_of_a_step_is_ready_when_the_ranks_own_step_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_rank(monkeypatch) as (parts, ranks):
-        for message in (OpenTransfer(1, TICKET, 9, (4, 5, 6), 0), STEP, TransferReady(1, 9)):
+        for message in (
+            TransferCall("begin_transfer", 1, TICKET, (4, 5, 6), 9),
+            STEP,
+            TransferCall("layer_ready", 1, num_tokens=9),
+        ):
             ranks.tell(message)
         await parts.until("begin [7, 8], 1 copies")
         await asyncio.sleep(0.05)  # time enough to do it wrongly

@@ -18,7 +18,11 @@ PACKAGES = (
 )
 OURS = (
     *("tests.model.conftest", "tests.rigs.kv_pair", "tests.kernels.paged_cases", "tests.gpu.test_engine_on_gpu"),
-    *("twostroke.benchmarks.gpu.command", "twostroke.benchmarks.transfer", "twostroke.benchmarks.pull"),
+    *(
+        "twostroke.benchmarks.gpu.command",
+        "twostroke.benchmarks.transfers.transfer",
+        "twostroke.benchmarks.transfers.pull",
+    ),
     *("twostroke.kvtransfer.transports.cuda_ipc", "twostroke.kvtransfer.transports.torch_distributed"),
 )
 KERNEL = """

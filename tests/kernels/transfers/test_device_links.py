@@ -19,7 +19,7 @@ from tests.rigs.device_store import SEAL, TensorStore, segments_of
 from tests.rigs.kv_pair import lane_end
 from twostroke.kvtransfer import transports
 from twostroke.kvtransfer.link import DataLink, DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_lane, plan_lanes
+from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.transports import cuda_ipc, device_units, make_transports
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle, open_layer
 from twostroke.kvtransfer.transports.device_units import (
@@ -260,7 +260,7 @@ def test_a_worker_compiles_at_its_start_what_lanes_with_its_peers_need(compiled:
     warm_up_lanes(("cuda_ipc", "torch_distributed"), store, peers, "raw")
     before = set(compiled)
     for peer in peers:
-        for own, theirs in [cut_lane(lane, store.layout, peer, "raw") for lane in plan_lanes(store.layout, peer)]:
+        for own, theirs in [cut_pair(lane, store.layout, peer, "raw") for lane in rank_pairs(store.layout, peer)]:
             queue, device = DeviceQueue(torch.device("cpu")), torch.device("cpu")
             warm_up_source(own, queue, device)
             warm_up_target(theirs, own, queue, device)

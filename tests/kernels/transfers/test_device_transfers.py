@@ -78,8 +78,8 @@ class DevicePair:
     def begin(self, name: str) -> tuple[OutgoingTransfer, IncomingTransfer]:
         """Send all blocks, to the same places in reverse order."""
         ticket, tokens = mint_ticket(SECRET, name, P, D, (self.address,)), NUM_BLOCKS * LAYOUT.block_size
-        incoming = self.receiver.expect(ticket, range(NUM_BLOCKS)[::-1], tokens, 0)
-        outgoing = self.sender.open(ticket, tokens, range(NUM_BLOCKS), tokens)
+        incoming = self.receiver.expect_transfer(ticket, range(NUM_BLOCKS)[::-1], tokens, 0)
+        outgoing = self.sender.begin_transfer(ticket, tokens, range(NUM_BLOCKS), tokens)
         outgoing.commit(TOKEN)
         return outgoing, incoming
 

@@ -1,4 +1,4 @@
-"""Which transport a pair uses, over all that two sides can be."""
+"""The transport that a pair uses, over all combinations of two sides."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""How units lie in host memory, against slices of the cache as an array."""
+"""Units in host memory, compared with slices of the cache as an array."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What links of all transports have in common, and the choice of transports."""
+"""The common behaviour of links of all transports, and the choice of transports."""
 
 import asyncio
 import contextlib
@@ -191,7 +191,7 @@ async def test_parameters_of_another_transport_are_refused(name: str) -> None:
 
 
 def _address(name: str, params: Mapping[str, Any]) -> Any:
-    """Where the door with these `params` listens."""
+    """Address of the listener with these `params`."""
     return f"\0twostroke-kv-{params['name']}" if name == "shm" else (params["host"], params["port"])
 
 
@@ -203,9 +203,9 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers
     async with two(name, source, target) as (sending, receiving):
         pending = await receiving.prepare("127.0.0.1", cut)
         where = pending.params
-        strangers = [socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) for _ in range(3)]
-        for stranger in strangers:
-            stranger.connect(_address(name, where))
+        unknown_peers = [socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) for _ in range(3)]
+        for unknown in unknown_peers:
+            unknown.connect(_address(name, where))
         zeros = "A" * 43 + "="
         for wrong, complaint in (
             ({"token": zeros}, "can't join"),
@@ -220,9 +220,9 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers
         assert target.block(0, 2) == source.block(0, 1)
         with pytest.raises(ConnectionLost):
             await sending.join(where, cut)
-        for stranger in strangers:
-            assert stranger.recv(1) == b"", "sent away once the peer had come"
-            stranger.close()
+        for unknown in unknown_peers:
+            assert unknown.recv(1) == b"", "sent away once the peer had come"
+            unknown.close()
 
 
 @ON_SOCKETS
@@ -235,15 +235,15 @@ async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(
     store = SharedBytesStore()
     async with two(name, store, store) as (_, receiving):
         pending = await receiving.prepare("127.0.0.1", blocks(store))
-        with socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) as guest:
+        with socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) as peer:
             await asyncio.sleep(0)
-            guest.connect(_address(name, pending.params))
-            for _ in range(pauses):  # 1: the loop knows of the guest, and calls this test before the door
+            peer.connect(_address(name, pending.params))
+            for _ in range(pauses):  # 1: the loop knows of the peer, and calls this test before the listener
                 await asyncio.sleep(0)
             await pending.close()
-            guest.settimeout(10)
+            peer.settimeout(10)
             with contextlib.suppress(ConnectionResetError):
-                assert guest.recv(1) == b""
+                assert peer.recv(1) == b""
     assert not faults
     assert not [str(one.message) for one in recwarn if issubclass(one.category, ResourceWarning)]
 

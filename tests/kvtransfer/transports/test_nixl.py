@@ -1,4 +1,4 @@
-"""What only nixl links do: one descriptor a chunk, an agent that ends with its link, and refusals with the way out."""
+"""Nixl links: one descriptor a chunk, an agent that ends with its link, and refusals with a remedy."""
 
 import asyncio
 import os

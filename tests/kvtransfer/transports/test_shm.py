@@ -1,6 +1,6 @@
-"""What only shm links do: one copy, by the target alone, out of a cache of which the target believes nothing.
+"""Shm links: one copy, by the target alone, out of a cache that the target does not trust.
 
-Also how two ends on one machine find each other. What the system refuses, and processes that die: tests/faults.
+Also the handshake of two ends on one machine. Refusals by the system, and processes that die: tests/faults.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ async def test_units_that_the_source_has_not_break_the_link_before_anything_is_r
 
 
 async def test_a_target_with_other_stages_reads_each_layer_from_the_tensor_that_holds_it_there() -> None:
-    """Of six layers in three groups, the target's stage has the last three: one tensor, the source's second."""
+    """The target's stage has the last three of six layers in three groups: one tensor, the source's second."""
     source, windows = SharedBytesStore(6, 16, windows=(0, 8, 8) * 2), (0, 8, 8) * 2
     target = SharedBytesStore(6, 16, windows=windows, pp_size=2, rank=1)
     source.fill(1)
@@ -170,7 +170,7 @@ async def test_a_process_of_another_user_gets_no_link(refuses: str, monkeypatch:
     real = sockets.is_trusted
 
     def is_trusted(connected: socket.socket) -> bool:
-        """As if this side ran as somebody else: the listener's end has the name, the connecting one none."""
+        """Act as if this side ran as another user: the listener's end has the name, the connecting one none."""
         if bool(connected.getsockname()) != (refuses == "target"):
             return real(connected)
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What only TCP links do: several streams, a limit, bytes that are cut off or changed on their way."""
+"""TCP links: several streams, a rate limit, bytes that are cut off or changed on their way."""
 
 import asyncio
 import base64

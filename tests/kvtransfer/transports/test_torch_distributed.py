@@ -1,4 +1,4 @@
-"""What is peculiar to links through process groups: hanging operations, staging memory, threads, and digests."""
+"""Links through process groups: hanging operations, staging memory, threads, and digests."""
 
 import asyncio
 import os
@@ -96,7 +96,7 @@ async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None
 
 
 async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default torch ends the process whose operation fails; it reads the variable when a group is made."""
+    """Torch ends the process whose operation fails by default; it reads the variable when a group is made."""
     read: list[dict[str, str | None]] = []
     begun: list[str] = []
     aborted: list[str] = []

@@ -1,4 +1,4 @@
-"""What TTFT, TPOT and ITL as rows of Locust's cost: `python -m tests.loadtests.generator.events_cost [SECONDS]`.
+"""Cost of TTFT, TPOT and ITL as rows of Locust's table: `python -m tests.loadtests.generator.events_cost [SECONDS]`.
 
 One Locust process asks the stub server, which answers at once, and tells Locust of the tokens' times in every second
 slice of 0.5 s. The requests that a core can send are one by the CPU seconds of each, in either kind of slice: the stub

@@ -1,4 +1,4 @@
-"""What the head tells the processes that send, and makes of their reports. No Locust: messages are a list."""
+"""The head sends orders to the processes and adds up their reports. Messages are a list, without Locust."""
 
 import json
 from collections.abc import Iterator

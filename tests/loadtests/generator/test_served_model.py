@@ -1,4 +1,4 @@
-"""What a server tells of its model."""
+"""Facts that a server reports of its model are read."""
 
 import json
 

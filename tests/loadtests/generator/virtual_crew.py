@@ -27,7 +27,7 @@ class VirtualCrew:
         self._members: list[greenlet] = []
 
     def run(self, work: Callable[[], object], until: float | None = None) -> greenlet:
-        """From the hub: do `work` until all is done, or to a moment. Raises what it raises."""
+        """Do `work` from the hub until all is done, or to a moment. Raises what it raises."""
         worker = greenlet(work, parent=self._hub)
         self._wake_at(0.0, worker)
         while self._waiting and (until is None or self._waiting[0][0] <= until):

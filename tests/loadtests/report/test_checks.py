@@ -1,4 +1,4 @@
-"""What CI systems ask of runs and comparisons: exit codes, a Markdown summary, JUnit's XML."""
+"""CI systems get exit codes, a Markdown summary and JUnit's XML."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Which of two servers is better, and when that isn't known."""
+"""A comparison says which of two servers is better, and when that is not known."""
 
 import itertools
 from pathlib import Path

@@ -51,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def page_of(records: list[Record], run_plan: Plan | None = None, **more: Any) -> str:
-    """Without plots."""
+    """Return the page without plots."""
     run_plan, run_facts = run_plan or plan(), facts(**more)
     return page(run_plan, run_facts, summary_of(run_plan, run_facts, read_observations(records), ()), [])
 

@@ -1,4 +1,4 @@
-"""From plans to sessions and to words: lengths, shared prefixes, and that every machine gets the same."""
+"""Plans become sessions and words: lengths, shared prefixes, and the same on every machine."""
 
 from collections.abc import Iterable
 from itertools import islice, pairwise

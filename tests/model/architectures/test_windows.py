@@ -10,8 +10,8 @@ from tests.model.architectures.test_conformance import FAMILY_SHAPES, NEW_TOKENS
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.runner import ModelRunner
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.sequence import SequenceState
 
 BLOCK, CHUNK = 8, 37
 WITH_WINDOWS = ["ministral", "mistral_window", "gemma3", "olmo3"]

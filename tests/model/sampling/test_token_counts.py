@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from twostroke.model.sampling.sampler import adjust
 from twostroke.model.step import Draw, TokenCounts
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.sequence import SequenceState
 
 VOCAB = 300
 

@@ -1,10 +1,11 @@
-"""Which workers have a channel, and for how long; what comes on it, how it ends and comes back."""
+"""Channels: the workers that have one, its messages, its end and its return."""
 
 import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
 
+from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.log_context import LOG_CONTEXT, LogContext
@@ -12,11 +13,11 @@ from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
-    Convicted,
     Drain,
     Ping,
     Refuse,
     ReportBlocks,
+    RequestsBlocked,
     StatsFrame,
     TokenFrame,
     Welcome,
@@ -24,14 +25,14 @@ from twostroke.protocol.messages import (
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.protocol.verdicts import Verdict
-from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
+from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
 from twostroke.router.channels.token_stream import join_fresh
 from twostroke.router.observe.log_format import JsonLines
 
 SECRET = b"the cluster's secret"
 LAYOUT = KVLayout("a model", "float32", 1, 1, 8, 16)
-GUILTY, OTHER = Verdict(b"g" * 16, 600.0), Verdict(b"o" * 16, 500.0)
+_NOBODY = ChannelListener()
+GUILTY, OTHER, THIRD = (BlockedRequest(letter * 16, 600.0) for letter in (b"g", b"o", b"t"))
 
 
 def events(request_id, *indices):
@@ -231,27 +232,35 @@ def channels_to():
     """
 
     @asynccontextmanager
-    async def make(worker, *, clock=lambda: asyncio.get_running_loop().time(), listens=lambda listener: None, **config):
+    async def make(
+        worker, *, clock=lambda: asyncio.get_running_loop().time(), listener=_NOBODY, blocked=None, **config
+    ):
         async def serve(connection):
             while True:
                 worker(connection, await connection.receive())
 
         network = TcpNetwork(SECRET)
-        listener = await network.listen("127.0.0.1", serve)
-        channels = TokenChannels(network=network, peer=Peer("r", 1), clock=clock, config=TokenChannelConfig(**config))
-        listens(channels.listener)
+        listening = await network.listen("127.0.0.1", serve)
+        channels = TokenChannels(
+            network=network,
+            peer=Peer("r", 1),
+            clock=clock,
+            config=TokenChannelConfig(**config),
+            listener=listener,
+            blocked=blocked,
+        )
         try:
-            yield channels, WorkerInfo("decode", Peer("w", 5), listener.address, (), LAYOUT, 10, 100)
+            yield channels, WorkerInfo("decode", Peer("w", 5), listening.address, (), LAYOUT, 10, 100)
         finally:
             await channels.close()
-            await listener.close()
+            await listening.close()
 
     return make
 
 
-def welcome(connection, hello, *verdicts):
+def welcome(connection, hello, *blocked):
     connection.send(Welcome(hello.receiver))
-    connection.send(Convicted(verdicts))
+    connection.send(RequestsBlocked(blocked))
 
 
 def answers(answer):
@@ -260,7 +269,7 @@ def answers(answer):
     def worker(connection, message):
         if not isinstance(message, Ping):
             connection.send(answer(message))
-            connection.send(Convicted(()))
+            connection.send(RequestsBlocked(()))
 
     return worker
 
@@ -346,14 +355,15 @@ def tells_blocks(asked):
 async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(channels_to, until):
     asked, heard, changed = [], [], []
 
-    def listens(listener):
-        listener.changed = changed.append
-        listener.blocks = lambda peer, message: heard.append(message) or len(heard) > 1
+    listener = ChannelListener(
+        on_connection=lambda peer, is_up: changed.append(peer),
+        on_blocks=lambda peer, message: heard.append(message) or len(heard) > 1,
+    )
 
     async with channels_to(tells_blocks(asked)) as (channels, info):
         await channels.ensure(info)
     assert not asked
-    async with channels_to(tells_blocks(asked), listens=listens) as (channels, info):
+    async with channels_to(tells_blocks(asked), listener=listener) as (channels, info):
         await channels.ensure(info)
         await until(lambda: len(heard) == 2)
     assert changed == [info.peer, info.peer], "up and down"
@@ -364,11 +374,12 @@ async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(channel
 async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_back(channels_to, until):
     asked, heard, told = [], [], []
 
-    def listens(listener):
-        listener.told = lambda peer, stats: told.append(stats)
-        listener.blocks = lambda peer, message: heard.append(message) or True
+    listener = ChannelListener(
+        on_stats=lambda peer, stats: told.append(stats),
+        on_blocks=lambda peer, message: heard.append(message) or True,
+    )
 
-    async with channels_to(tells_blocks(asked), listens=listens) as (channels, info):
+    async with channels_to(tells_blocks(asked), listener=listener) as (channels, info):
         await channels.ensure(info)
         await until(lambda: len(heard) == 1)
         channels.subscribe(info.peer, "one", max_tokens=5)  # so that its channel stays
@@ -380,30 +391,27 @@ async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_bac
         assert len(asked) == 2
 
 
-async def test_verdicts_are_exchanged_before_a_channel_is_up_and_later_ones_pass_on(channels_to, until):
-    heard, told = [], []
+async def test_blocked_requests_are_exchanged_before_a_channel_is_up_and_later_ones_pass_on(channels_to, until):
+    told = []
+    blocked = BlockedRequests(lambda: 0.0)
+    blocked.learn([OTHER])
 
     def worker(connection, message):
         if not told:
             welcome(connection, message, GUILTY)
-        if message == Convicted((GUILTY, OTHER)):
-            connection.send(Convicted((OTHER,)))
+        if message == RequestsBlocked((OTHER, GUILTY)):
+            connection.send(RequestsBlocked((THIRD,)))
         told.append(message)
 
-    def listens(listener):
-        listener.convicted = heard.append
-        listener.known_verdicts = lambda: (GUILTY, OTHER)
-
-    async with channels_to(worker, listens=listens) as (channels, info):
+    async with channels_to(worker, blocked=blocked) as (channels, info):
         await channels.ensure(info)
-        assert heard == [(GUILTY,)], "no request can have gone there before"
-        await until(lambda: len(heard) == 2)
-        channels.tell_verdicts((GUILTY,))
-        channels.tell_verdicts(())
+        assert blocked.blocks(GUILTY.fingerprint), "no request can have gone there before"
+        await until(lambda: blocked.blocks(THIRD.fingerprint))
+        channels.tell_blocked((GUILTY,))
+        channels.tell_blocked(())
         channels.send(info.peer, Cancel("last"))
         await until(lambda: Cancel("last") in told)
-        assert heard[1] == (OTHER,)
-        assert told[1:] == [Convicted((GUILTY, OTHER)), Convicted((GUILTY,)), Cancel("last")]
+        assert told[1:] == [RequestsBlocked((OTHER, GUILTY)), RequestsBlocked((GUILTY,)), Cancel("last")]
 
 
 # --- a stream's events, joined ---

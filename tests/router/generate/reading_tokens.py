@@ -1,4 +1,4 @@
-"""What tests of the pipeline do with a rig: read its tokens, and let its workers go on."""
+"""Steps of pipeline tests: collect tokens from a rig, and let its workers go on."""
 
 import asyncio
 from contextlib import aclosing

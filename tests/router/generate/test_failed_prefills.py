@@ -127,7 +127,7 @@ async def test_a_source_that_counts_a_failure_although_the_decode_worker_goes_on
 
 
 def tell_costs(rig, name, **numbers):
-    """As a worker does that has run some steps."""
+    """Send numbers like those of a worker that has run some steps."""
     costs = StepCosts(base_s=0.001, token_s=0.0001, pair_s=0.0, row_s=0.001, context_s=0.0, num_samples=100)
     rig[name].connections["router-0"].send(
         StatsFrame(WorkerStats(total_blocks=100, free_blocks=100, costs=costs, **numbers))

@@ -1,13 +1,13 @@
-"""Who is asked for which prefix, on a fleet of fake workers: what comes of it is tests/integration's affair."""
+"""Requests for prefixes, on a fleet of fake workers. Real transfers: tests/integration."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from tests.router.generate.reading_tokens import collect, nth_token
 from twostroke.protocol.messages import StatsFrame
 from twostroke.protocol.stats import WorkerStats
+from twostroke.router.attempt_events import AttemptContext, AttemptLog
 from twostroke.router.fleet import Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps
 from twostroke.router.generate.config import PipelineConfig
@@ -105,9 +105,10 @@ async def test_nobody_waits_for_a_source_that_can_not_be_asked(is_connected, fle
 
     async with fleet_of(1, 2) as rig:
         source = rig["d0"].info
-        around = AttemptDeps(rig.fleet, Channels(), b"secret", PipelineConfig())
+        deps = AttemptDeps(rig.fleet, Channels(), b"secret", PipelineConfig(), None, None)
         for path in (Path(rig["p0"].info, source, source), Path(None, rig["d1"].info, source)):
-            ticket = Attempt(around, prompt_of(*PROMPT), SimpleNamespace(path=path))._ask_for_prefix()
+            log = AttemptLog(AttemptContext(path, prompt_of(*PROMPT), (), None), (), float)
+            ticket = Attempt(deps, log, prompt_of(*PROMPT), set())._request_prefix()
             assert asked == ([(source.peer, ticket)] if is_connected else [])
             assert (ticket is not None) == is_connected
             asked.clear()

@@ -1,4 +1,4 @@
-"""Which failures are followed by another attempt, and when."""
+"""Failures that are followed by another attempt, and the pauses before it."""
 
 import pytest
 
@@ -13,8 +13,8 @@ def retries(*, most: int = 3, floor: int = 0) -> Retries:
     return Retries(config, RetryBudget(config, lambda: 0.0), draw=lambda: 0.0)
 
 
-def pauses(of: Retries, error: Exception, count: int, *, has_got_on: bool = False) -> list[float | None]:
-    return [of.pause_s(error, has_got_on=has_got_on, has_refused_before=False, has_begun=False) for _ in range(count)]
+def pauses(of: Retries, error: Exception, count: int, *, has_decoded: bool = False) -> list[float | None]:
+    return [of.pause_s(error, has_decoded=has_decoded, has_refused_before=False, has_begun=False) for _ in range(count)]
 
 
 @pytest.mark.parametrize("error", [WorkerLost("died"), WorkerLeaving("leaves")])
@@ -23,7 +23,7 @@ def test_a_lost_workers_request_goes_on_at_once_and_then_with_pauses_whatever_th
 
 
 def test_an_attempt_that_brought_tokens_starts_the_count_anew():
-    assert pauses(retries(), WorkerLost("died"), 20, has_got_on=True) == [0.0] * 20
+    assert pauses(retries(), WorkerLost("died"), 20, has_decoded=True) == [0.0] * 20
 
 
 def test_refusals_pause_before_the_first_retry_and_take_from_the_budget():
@@ -41,12 +41,12 @@ def test_what_speaks_of_the_request_is_not_tried_elsewhere(status):
 
 def test_a_worker_that_refuses_twice_is_believed():
     error = RequestError("full", status=429)
-    assert retries(floor=9).pause_s(error, has_got_on=False, has_refused_before=True, has_begun=False) is None
+    assert retries(floor=9).pause_s(error, has_decoded=False, has_refused_before=True, has_begun=False) is None
 
 
 def test_who_has_tokens_already_waits_for_room_until_its_own_deadline():
     full, of = RequestError("full", status=429), retries()
-    paused = [of.pause_s(full, has_got_on=False, has_refused_before=True, has_begun=True) for _ in range(4)]
+    paused = [of.pause_s(full, has_decoded=False, has_refused_before=True, has_begun=True) for _ in range(4)]
     assert paused == [0.1, 0.2, 0.4, 0.4]
 
 

@@ -1,18 +1,19 @@
-"""What a router remembers of its workers, and when it lets them try again."""
+"""Records of workers' failures, and when workers get requests again."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from tests.router.routing.knowing import info
-from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
-from twostroke.protocol.verdicts import Verdict
-from twostroke.router.channels.token_channels import ChannelListener
+from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
+from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, DecodeFailed, PrefillLost
 from twostroke.router.fleet import Path
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.health.worker_records import Ejection, EjectionConfig, WorkerRecords
 
 P, D, D1 = info("p0"), info("d0"), info("d1")
+PAIR = Path(P, D)
 
 
 class Scene:
@@ -25,22 +26,25 @@ class Scene:
         channels = SimpleNamespace(
             is_connected=lambda worker: True,
             fell_silent=lambda worker: worker == D1.peer,
-            listener=ChannelListener(),
-            tell_verdicts=lambda verdicts: None,
+            tell_blocked=lambda requests: None,
         )
-        self.heard = channels.listener
+        self.blocked = BlockedRequests(lambda: self.now)
         self.records = WorkerRecords(
             fleet=fleet,
             channels=channels,
             clock=lambda: self.now,
             ejection=EjectionConfig(),
             suspects=SuspectsConfig(),
+            blocked=self.blocked,
             draw=lambda: 0.0,
         )
 
     def _workers(self):
         self.num_looks += 1
         return [P, D, D1]
+
+    def attempt(self, request, path=PAIR):
+        return AttemptContext(path, request, [], self.records.suspects.open(request))
 
 
 @pytest.fixture
@@ -51,67 +55,64 @@ def scene():
 async def test_a_pair_that_was_kept_apart_is_tried_by_the_next_when_the_one_that_tried_it_tells_nothing(
     scene, a_request
 ):
-    records = scene.records
+    records, attempt = scene.records, scene.attempt(a_request())
     for _ in range(2):
-        records.pair_failed(P.peer, D.peer)
-    assert records.strangers_to(D.peer) == {P.peer}
+        records.on_event(attempt, PrefillLost(TransferFailed("no route")))
+    assert records.unreachable_prefill_for(D.peer) == {P.peer}
     scene.now = 3.0
-    case = records.suspects.open(a_request())
-    await records.begin(case, Path(P, D))
-    assert records.strangers_to(D.peer) == {P.peer}, "others wait for what comes of it"
-    records.ended(case, Path(P, D))  # its client has left
-    assert records.strangers_to(D.peer) == set()
+    await records.await_turn(attempt.suspect, PAIR)
+    assert records.unreachable_prefill_for(D.peer) == {P.peer}, "others wait for the result"
+    records.on_event(attempt, AttemptEnded(3.0, None, has_decoded=False))  # its client has left
+    assert records.unreachable_prefill_for(D.peer) == set()
 
 
-async def test_while_nobody_fails_a_request_looks_at_no_worker(scene, a_request):
+async def test_while_nobody_fails_a_request_looks_at_no_worker(scene):
     records = scene.records
-    assert records.ejected() == records.strangers_to(D.peer) == frozenset()
+    assert records.ejected() == records.unreachable_prefill_for(D.peer) == frozenset()
     assert scene.num_looks == 0
 
 
 async def test_a_worker_that_fails_again_and_again_is_left_out(scene, a_request):
-    records = scene.records
-    case = records.suspects.open(a_request())
+    attempt = scene.attempt(a_request())
     for _ in range(5):
-        records.failed(case, D.peer, WorkerFailed("a bug"))
-    assert records.ejected() == {D.peer}
+        scene.records.on_event(attempt, DecodeFailed(WorkerFailed("a bug")))
+    assert scene.records.ejected() == {D.peer}
 
 
-async def test_a_verdict_that_is_heard_before_the_prefill_worker_is_called_keeps_the_request_from_it(scene, a_request):
-    records = scene.records
-    case = records.suspects.open(a_request())
-    await records.begin(case, Path(P, D))
-    scene.heard.convicted((Verdict(case.fingerprint, 600.0),))
+async def test_a_request_that_is_blocked_before_the_prefill_worker_is_called_does_not_get_there(scene, a_request):
+    suspect = scene.attempt(a_request()).suspect
+    await scene.records.await_turn(suspect, PAIR)
+    scene.blocked.learn([BlockedRequest(suspect.fingerprint, 600.0)])
     with pytest.raises(PoisonRequest):
-        records.computes(case, P.peer)
+        scene.records.begin_prefill(suspect, P.peer)
 
 
 @pytest.mark.parametrize("answer", [RequestError("too many wait", status=429), WorkerLeaving("not begun")])
-async def test_who_was_given_back_by_a_prefill_worker_is_not_suspected_of_its_death(scene, a_request, answer):
+async def test_a_request_that_a_prefill_worker_gave_back_is_no_suspect_of_its_death(scene, a_request, answer):
     records = scene.records
-    given_back, other = (records.suspects.open(a_request(token_ids=(i,), num_prompt_tokens=1)) for i in range(2))
-    for case in (given_back, other):
-        await records.begin(case, Path(P, D))
-        records.computes(case, P.peer)
-    records.failed(given_back, P.peer, answer)
-    records.failed(other, P.peer, WorkerLost("it died"))
-    assert [records.suspects.is_suspect(case) for case in (given_back, other)] == [False, True]
+    given_back, other = (scene.attempt(a_request(token_ids=(i,), num_prompt_tokens=1)) for i in range(2))
+    for attempt in (given_back, other):
+        await records.await_turn(attempt.suspect, PAIR)
+        records.begin_prefill(attempt.suspect, P.peer)
+    records.on_event(given_back, PrefillLost(answer))
+    records.on_event(other, PrefillLost(WorkerLost("it died")))
+    assert [records.suspects.is_suspect(attempt.suspect) for attempt in (given_back, other)] == [False, True]
 
 
-async def test_of_a_worker_that_fell_silent_nobody_is_suspected(scene, a_request):
-    records = scene.records
-    case = records.suspects.open(a_request())
-    await records.begin(case, Path(None, D1))
-    records.failed(case, D1.peer, WorkerLost("it fell silent"))
-    assert not records.suspects.is_suspect(case)
+async def test_a_worker_that_fell_silent_makes_no_suspects(scene, a_request):
+    path = Path(None, D1)
+    attempt = scene.attempt(a_request(), path)
+    await scene.records.await_turn(attempt.suspect, path)
+    scene.records.on_event(attempt, DecodeFailed(WorkerLost("it fell silent")))
+    assert not scene.records.suspects.is_suspect(attempt.suspect)
 
 
-async def test_refusals_for_want_of_room_are_not_held_against_a_worker(scene, a_request):
-    records = scene.records
-    case = records.suspects.open(a_request())
+async def test_refusals_for_want_of_room_do_not_count_against_a_worker(scene, a_request):
+    attempt = scene.attempt(a_request())
     for _ in range(20):
-        records.failed(case, D.peer, RequestError("too many wait", code="overloaded", status=429))
-    assert records.ejected() == frozenset()
+        error = RequestError("too many wait", code="overloaded", status=429)
+        scene.records.on_event(attempt, DecodeFailed(error))
+    assert scene.records.ejected() == frozenset()
 
 
 # --- who is left out, for how long, and how they come back ---

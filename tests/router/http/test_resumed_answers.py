@@ -1,4 +1,4 @@
-"""What clients get when a decode worker dies in the middle: the very answer that they would have got."""
+"""Answers of clients whose decode worker dies in the middle: the same as without the death."""
 
 import json
 

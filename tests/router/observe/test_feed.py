@@ -1,4 +1,4 @@
-"""What the feed tells, to whom, and how much of it at most."""
+"""The feed: its contents, its subscribers and its bounds."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a scrape tells, of one router and its workers and of several; docs/observability.md has all of it."""
+"""Scrapes of one router and its workers, and of several; docs/observability.md lists all series."""
 
 import re
 from pathlib import Path as FilePath
@@ -119,8 +119,8 @@ def test_a_request_that_takes_as_long_as_any_may_falls_into_a_bucket(a_request):
         assert len(counts) < 25  # each is a series, in every router
 
 
-def reading(router, num_refused, *workers):
-    """Of a router that has refused so many requests."""
+def sample_of(router, num_refused, *workers):
+    """Return the sample of a router that has refused so many requests."""
     metrics = router_metrics()
     for _ in range(num_refused):
         metrics.refused(RequestError("no"))
@@ -128,7 +128,7 @@ def reading(router, num_refused, *workers):
 
 
 def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():
-    one, two = reading("r1", 3), reading("r2", 5)
+    one, two = sample_of("r1", 3), sample_of("r2", 5)
     text = exposition([one, two]).decode()
     for line in (
         'requests_refused_total{code="invalid_value",model_name="tiny",router="r1",status="400"} 3.0',
@@ -142,7 +142,9 @@ def test_a_scrape_tells_the_same_of_all_routers_whichever_is_asked():
 
 
 def test_series_of_a_name_stand_together_as_prometheus_asks():
-    text = exposition([reading("r1", 1, (INFO, WorkerStats())), reading("r2", 1, (PREFILL, WorkerStats()))]).decode()
+    text = exposition(
+        [sample_of("r1", 1, (INFO, WorkerStats())), sample_of("r2", 1, (PREFILL, WorkerStats()))]
+    ).decode()
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types)) > 50
     series = [line.rsplit(" ", 1)[0] for line in text.splitlines() if not line.startswith("#")]
@@ -155,12 +157,12 @@ def test_series_of_a_name_stand_together_as_prometheus_asks():
 
 def test_a_worker_is_told_once_as_the_router_tells_that_heard_last_of_it():
     old, new = WorkerStats(steps=7, generated_tokens=70), WorkerStats(steps=8, generated_tokens=80)
-    for readings in (
-        [reading("r1", 0, (INFO, old)), reading("r2", 0, (INFO, new))],
-        [reading("r1", 0, (INFO, new)), reading("r2", 0, (INFO, old))],
-        [reading("r1", 0), reading("r2", 0, (INFO, new))],
+    for samples in (
+        [sample_of("r1", 0, (INFO, old)), sample_of("r2", 0, (INFO, new))],
+        [sample_of("r1", 0, (INFO, new)), sample_of("r2", 0, (INFO, old))],
+        [sample_of("r1", 0), sample_of("r2", 0, (INFO, new))],
     ):
-        text = exposition(readings).decode()
+        text = exposition(samples).decode()
         (line,) = [line for line in text.splitlines() if line.startswith("twostroke:worker_generation_tokens_total{")]
         assert line.endswith('{role="decode",worker="d0"} 80.0')
 

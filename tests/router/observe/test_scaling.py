@@ -1,4 +1,4 @@
-"""What a router passes on of the autoscaler's decisions."""
+"""The autoscaler's decisions as a router shows them."""
 
 from twostroke.router.observe.scaling import RoleScaling, Scaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import RouterMetricsSample, exposition

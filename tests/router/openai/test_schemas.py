@@ -1,4 +1,4 @@
-"""From a request's fields to what the model is asked: what is refused, by which name, and at which price."""
+"""Checks of request fields: refusals, the names in them, and their cost."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,6 +1,6 @@
 """Workers as a router knows them, made of the numbers that they would tell, and a chooser among them.
 
-Its channels lead to nobody: the workers' words are put into their mouths.
+No channel leads to the workers: tests pass their numbers on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,11 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.attempt_events import AttemptContext
+from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.chooser import PathChooser, PathConfig
 from twostroke.router.routing.in_flight import WorkerLoad
-from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, known_workers
+from twostroke.router.routing.workers import AVAILABLE, Classes, FleetView, KnownWorker, known_workers
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 OTHER_KIND = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
@@ -69,10 +70,10 @@ class Workers:
     def __getitem__(self, name: str) -> KnownWorker:
         return self.known[name]
 
-    def of(self, role: str, held: Mapping[str, int]) -> list[KnownWorker]:
-        """Those of a role; all hold as many tokens of the prompt as `held` says by name."""
+    def of(self, role: str, cached_tokens: Mapping[str, int]) -> list[KnownWorker]:
+        """Those of a role; all hold as many tokens of the prompt as `cached_tokens` says by name."""
         for name, one in self.known.items():
-            one.held = held.get(name, 0)
+            one.cached_tokens = cached_tokens.get(name, 0)
         return [one for one in self.known.values() if one.info.role == role]
 
 
@@ -86,60 +87,47 @@ class Clock:
         return self.now
 
 
-class Channels(TokenChannels):
-    """Channels to nobody."""
-
-    def __init__(self, clock):
-        super().__init__(network=None, peer=Peer("router", 1), clock=clock)
-        self.numbers, self.down = {}, set()
-
-    def follow(self, workers):
-        pass
-
-    async def ensure(self, info):
-        pass
-
-    def stats(self, worker):
-        return self.numbers.get(worker)
-
-    def is_down(self, worker):
-        return worker in self.down
-
-
 class Rig:
     """p0, p1, d0, d1 have told their numbers, costs among them."""
 
     def __init__(self, **config):
         self.clock = Clock()
-        self.channels = Channels(self.clock)
         self.infos = {name: info(name) for name in ("p0", "p1", "d0", "d1")}
+        config = PathConfig(**config)
+        self.view = FleetView(self.clock)
+        self.blocks = None
+        if config.policy == "kv_aware":
+            self.blocks = BlockIndex(clock=self.clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
         self.chooser = PathChooser(
             workers=lambda: list(self.infos.values()),
-            channels=self.channels,
+            follow=lambda workers: None,
+            view=self.view,
+            blocks=self.blocks,
             clock=self.clock,
-            config=PathConfig(**config),
+            config=config,
         )
         for name in self.infos:
             self.tell(name)
 
     def tell(self, name, **numbers):
         stats = WorkerStats(**{"free_blocks": 100, "total_blocks": 100, "costs": COSTS} | numbers)
-        peer = self.infos[name].peer
-        self.channels.numbers[peer] = stats
-        self.channels.listener.told(peer, stats)
+        self.view.on_stats(self.infos[name].peer, stats)
 
     def tell_blocks(self, name, token_ids, *, block_size=16, salt=b""):
-        held = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
-        return self.channels.listener.blocks(self.infos[name].peer, held)
+        cached_tokens = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
+        return self.blocks.heard(self.infos[name].peer, cached_tokens)
+
+    def emit(self, path, event, sent=()):
+        self.chooser.on_event(AttemptContext(path, request(), sent, None), event)
 
     def choose(self, token_ids=PROMPT, sent=(), **options):
         path = self.chooser.choose(request(token_ids), sent, **options)
         return tuple(info and info.peer.worker_id for info in (path.prefill, path.decode, path.source))
 
-    def take(self, asked, sent=(), failed=()):
+    def take(self, request, sent=(), failed=()):
         """The path chosen, and the hold on its workers."""
-        path = self.chooser.choose(asked, sent, failed)
-        return path, self.chooser.hold(path, asked, sent)
+        path = self.chooser.choose(request, sent, failed)
+        return path, self.chooser.hold(path, request, sent)
 
 
 def request(token_ids=PROMPT, **changes):

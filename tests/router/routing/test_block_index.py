@@ -24,8 +24,8 @@ def index(clock):
     return BlockIndex(clock=clock, max_blocks=1000, expected_s=5.0)
 
 
-def held(index, names, *workers):
-    """How many of the first of `names` each worker holds; those with none are left out."""
+def cached_tokens(index, names, *workers):
+    """Return the number of the first `names` that each worker holds; those with none are left out."""
     counts = index.find(names)
     known = {worker: index._workers.get(worker) for worker in workers}
     return {worker: counts[one.column] for worker, one in known.items() if one is not None and counts[one.column]}
@@ -43,25 +43,25 @@ def test_a_gap_is_told_once_and_mended_by_the_next_snapshot_alone(index):
     index.heard(A, all_of(1, 2, sequence=7))
     assert not index.heard(A, change(9, stored=[3]))
     assert index.heard(A, change(10, stored=[3])), "it has been asked already"
-    assert held(index, [1, 2, 3], A) == {A: 2}, "what was known is still the best guess"
+    assert cached_tokens(index, [1, 2, 3], A) == {A: 2}, "what was known is still the best guess"
     assert index.heard(A, all_of(3, sequence=10))
     assert index.heard(A, change(11, stored=[1]))
-    assert held(index, [1, 2, 3], A) == {A: 1}, "what the snapshot does not have is forgotten"
+    assert cached_tokens(index, [1, 2, 3], A) == {A: 1}, "what the snapshot does not have is forgotten"
 
 
 def test_a_snapshot_may_come_in_pieces_with_changes_between_them(index):
     index.heard(A, all_of(1, sequence=4, is_last=False))
     index.heard(A, change(5, stored=[9], removed=[1]))
     assert index.heard(A, all_of(1, 2, sequence=5, is_first=False))
-    assert held(index, [1, 2], A) == {A: 2}
-    assert held(index, [9], A) == {A: 1}
+    assert cached_tokens(index, [1, 2], A) == {A: 2}
+    assert cached_tokens(index, [9], A) == {A: 1}
 
 
 def test_a_piece_of_another_moment_is_a_gap(index):
     index.heard(A, all_of(1, sequence=4, is_last=False))
     assert not index.heard(A, all_of(2, sequence=6, is_first=False))
     assert index.heard(A, all_of(3, sequence=6, is_first=False)), "the rest of what is over now"
-    assert held(index, [3], A) == {}
+    assert cached_tokens(index, [3], A) == {}
 
 
 def test_a_worker_that_was_forgotten_while_it_told_changes_is_asked_once_for_all(index):
@@ -69,7 +69,7 @@ def test_a_worker_that_was_forgotten_while_it_told_changes_is_asked_once_for_all
     index.keep({B})
     assert not index.heard(A, change(1, stored=[2]))
     assert index.heard(A, change(2, stored=[3]))
-    assert held(index, [1, 2], A) == held(index, [3], A) == {}
+    assert cached_tokens(index, [1, 2], A) == cached_tokens(index, [3], A) == {}
 
 
 def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, monkeypatch):
@@ -82,7 +82,7 @@ def test_what_workers_that_are_gone_held_is_wiped_out_little_by_little(index, mo
         index.heard(B, change(sequence))
     assert len(index) == 50
     index.heard(C, all_of(7))
-    assert held(index, [7], B, C) == {B: 1, C: 1}
+    assert cached_tokens(index, [7], B, C) == {B: 1, C: 1}
     assert len(index.find([7])) == 2, "C has A's old place"
     index.keep(())
     assert len(index) == 0
@@ -92,14 +92,14 @@ def test_what_is_expected_counts_until_its_time_is_over(index, clock):
     index.heard(A, all_of(1))
     index.expect_blocks(A, [1, 2, 3])
     index.expect_blocks(B, [1])
-    assert held(index, [1, 2, 3], A, B) == {A: 3, B: 1}
+    assert cached_tokens(index, [1, 2, 3], A, B) == {A: 3, B: 1}
     clock.now = 5.5
     index.expect_blocks(C, [1])
-    assert held(index, [1, 2, 3], A, B, C) == {A: 3, B: 1, C: 1}, "for twice as long at most"
+    assert cached_tokens(index, [1, 2, 3], A, B, C) == {A: 3, B: 1, C: 1}, "for twice as long at most"
     clock.now = 10.5
-    assert held(index, [1, 2, 3], A, B, C) == {A: 1, C: 1}
+    assert cached_tokens(index, [1, 2, 3], A, B, C) == {A: 1, C: 1}
     clock.now = 100.0
-    assert held(index, [1, 2, 3], A, B, C) == {A: 1}
+    assert cached_tokens(index, [1, 2, 3], A, B, C) == {A: 1}
 
 
 def test_what_a_worker_is_known_to_hold_is_not_expected_again(index):
@@ -113,7 +113,7 @@ def test_what_a_worker_says_is_gone_is_expected_no_more(index):
     index.heard(A, all_of(1))
     index.expect_blocks(A, [1, 2])
     index.heard(A, change(1, removed=[2]))
-    assert held(index, [1, 2], A) == {A: 1}
+    assert cached_tokens(index, [1, 2], A) == {A: 1}
 
 
 def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
@@ -123,7 +123,7 @@ def test_a_full_index_learns_no_new_blocks_but_who_else_holds_known_ones(clock):
     for worker in (B, C):
         index.expect_blocks(worker, [1, 2, 3, 4])
     assert len(index) == len(index._expected) == 3
-    assert held(index, [1, 2, 3, 4], A, B) == {A: 3, B: 4}, "B's are the three that it was not known to hold"
+    assert cached_tokens(index, [1, 2, 3, 4], A, B) == {A: 3, B: 4}, "B's are the three that it was not known to hold"
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,7 +137,7 @@ def test_it_agrees_with_a_list_of_everything_that_was_heard(seed):
     sequences: dict[Peer, int] = {}
 
     def names(prompt, depth):
-        """Of prompts that part ways after three blocks."""
+        """Names of prompts that part ways after three blocks."""
         return [1 + block if block < 3 else 1000 * (prompt + 1) + block for block in range(depth)]
 
     def held_by(worker):
@@ -161,7 +161,7 @@ def test_it_agrees_with_a_list_of_everything_that_was_heard(seed):
                 index.keep(left)
                 for gone in set(workers) - set(left):
                     depths.pop(gone, None)
-        found = held(index, names(prompt, 8), *workers)
+        found = cached_tokens(index, names(prompt, 8), *workers)
         for worker in workers:
             depth = max((min(one, 3) for one in depths.get(worker, [])), default=0)
             depth = max(depth, depths[worker][prompt]) if worker in depths else 0

@@ -10,27 +10,29 @@ from twostroke.router.fleet import NoPath, Path
 from twostroke.router.routing.cheapest_path import (
     HOP_S,
     PathQuery,
-    answer,
     cheapest_path,
+    decode_cost,
     leave_out,
     path_by_load,
-    read,
+    prefill_cost,
     transfer_s,
     with_source,
 )
 
 
 class Fleet(Workers):
-    """Whose paths are asked for."""
+    """A request whose paths are chosen."""
 
-    def path(self, num_tokens=400, *, held=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options):
-        """The choice, where workers hold as many tokens of the prompt as `held` says by name."""
-        held = dict(held)
-        need = PathQuery(num_tokens, 10.0, promise or Promise(), self.classes, min_pull_tokens)
+    def path(
+        self, num_tokens=400, *, cached_tokens=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options
+    ):
+        """The choice, where workers hold as many tokens of the prompt as `cached_tokens` says by name."""
+        cached_tokens = dict(cached_tokens)
+        query = PathQuery(num_tokens, 10.0, promise or Promise(), self.classes, min_pull_tokens)
         return cheapest_path(
-            self.of("prefill", held),
-            self.of("decode", held),
-            need,
+            self.of("prefill", cached_tokens),
+            self.of("decode", cached_tokens),
+            query,
             left_out=leave_out(failed, ejected),
             **options,
         )
@@ -46,41 +48,43 @@ def test_idle_workers_of_both_roles_share_a_long_prompt():
 
 def test_a_prompt_goes_where_it_is_cached_unless_the_queue_there_is_longer_than_what_that_spares():
     short, long = load(waiting=200), load(waiting=500)
-    assert Fleet([IDLE, short], [IDLE]).names(held={"p1": 320}, min_pull_tokens=None) == ("p1", "d0", None)
-    assert Fleet([IDLE, long], [IDLE]).names(held={"p1": 320}, min_pull_tokens=None) == ("p0", "d0", None)
+    assert Fleet([IDLE, short], [IDLE]).names(cached_tokens={"p1": 320}, min_pull_tokens=None) == ("p1", "d0", None)
+    assert Fleet([IDLE, long], [IDLE]).names(cached_tokens={"p1": 320}, min_pull_tokens=None) == ("p0", "d0", None)
 
 
 def test_a_long_queue_where_it_is_cached_makes_another_pull_it():
-    assert Fleet([IDLE, load(waiting=200)], [IDLE]).names(held={"p1": 320}) == ("p0", "d0", "p1")
+    assert Fleet([IDLE, load(waiting=200)], [IDLE]).names(cached_tokens={"p1": 320}) == ("p0", "d0", "p1")
     slow = Fleet([IDLE, load(waiting=200)], [load(running=9)], bytes_per_s=256e3 / 2)
-    assert slow.names(held={"p1": 320}) == ("p1", "d0", None), "KV takes 2 ms a token"
+    assert slow.names(cached_tokens={"p1": 320}) == ("p1", "d0", None), "KV takes 2 ms a token"
 
 
 def test_a_prefix_is_pulled_from_who_has_most_of_it_and_least_to_do():
     fleet = Fleet([IDLE, load(waiting=900)], [load(running=9), load(running=3)])
-    assert fleet.names(held={"p1": 160, "d0": 320, "d1": 320})[2] == "d1"
-    assert fleet.names(held={"p1": 352, "d0": 320})[2] == "p1"
-    assert fleet.names(held={"p1": 352, "d0": 320}, failed=peers("p1"))[2] == "d0"
-    assert fleet.names(held={"p1": 352, "d0": 320}, ejected=peers("p1", "d0"))[2] is None
+    assert fleet.names(cached_tokens={"p1": 160, "d0": 320, "d1": 320})[2] == "d1"
+    assert fleet.names(cached_tokens={"p1": 352, "d0": 320})[2] == "p1"
+    assert fleet.names(cached_tokens={"p1": 352, "d0": 320}, failed=peers("p1"))[2] == "d0"
+    assert fleet.names(cached_tokens={"p1": 352, "d0": 320}, ejected=peers("p1", "d0"))[2] is None
 
 
 def test_nothing_is_pulled_from_workers_of_another_model_nor_by_who_takes_no_kv():
     other = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
-    assert Fleet([IDLE], [IDLE, load(running=9)], d1=other).names(held={"d1": 320}) == ("p0", "d0", None)
-    assert Fleet([IDLE], [load(running=8)], p0={"transfer_addresses": ()}).names(held={"d0": 320})[2] is None
+    assert Fleet([IDLE], [IDLE, load(running=9)], d1=other).names(cached_tokens={"d1": 320}) == ("p0", "d0", None)
+    assert Fleet([IDLE], [load(running=8)], p0={"transfer_addresses": ()}).names(cached_tokens={"d0": 320})[2] is None
     busy = load(running=9)
-    assert Fleet([], [busy, IDLE], d0=other).names(held={"d0": 320}) == (None, "d1", None)
-    assert Fleet([], [busy, IDLE], d1={"transfer_addresses": ()}).names(held={"d0": 320}) == (None, "d1", None)
+    assert Fleet([], [busy, IDLE], d0=other).names(cached_tokens={"d0": 320}) == (None, "d1", None)
+    assert Fleet([], [busy, IDLE], d1={"transfer_addresses": ()}).names(cached_tokens={"d0": 320}) == (None, "d1", None)
 
 
 def test_a_decode_worker_alone_pulls_what_another_worker_holds():
     busy = load(running=9)
-    assert Fleet([], [busy, IDLE]).names(held={"d0": 320}) == (None, "d1", "d0")
-    assert Fleet([load(waiting=2000)], [IDLE]).names(held={"p0": 320}) == (None, "d0", "p0")
-    assert Fleet([], [busy, IDLE]).names(held={"d0": 320, "d1": 272})[2] is None, "48 tokens are too few"
+    assert Fleet([], [busy, IDLE]).names(cached_tokens={"d0": 320}) == (None, "d1", "d0")
+    assert Fleet([load(waiting=2000)], [IDLE]).names(cached_tokens={"p0": 320}) == (None, "d0", "p0")
+    assert Fleet([], [busy, IDLE]).names(cached_tokens={"d0": 320, "d1": 272})[2] is None, "48 tokens are too few"
     slow = Fleet([], [busy, IDLE], bytes_per_s=QUICK / 2000)
-    assert slow.names(held={"d0": 320})[2] is None, "KV takes 2 ms a token, computing the same with who comes next"
-    path = Fleet([], [busy, IDLE]).path(401, held={"d0": 400})
+    assert slow.names(cached_tokens={"d0": 320})[2] is None, (
+        "KV takes 2 ms a token, computing the same with who comes next"
+    )
+    path = Fleet([], [busy, IDLE]).path(401, cached_tokens={"d0": 400})
     assert path.new_tokens == 1
     assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
     assert path.estimate.prefill_s == pytest.approx(0.01 + 0.001)
@@ -88,16 +92,18 @@ def test_a_decode_worker_alone_pulls_what_another_worker_holds():
 
 def test_a_prompt_stays_with_a_decode_worker_that_holds_it_while_none_has_less_to_do():
     fleet = Fleet([], [IDLE, IDLE, load(running=1)])
-    assert {fleet.names(held={"d1": 384}, turn=turn) for turn in range(3)} == {(None, "d1", None)}
+    assert {fleet.names(cached_tokens={"d1": 384}, turn=turn) for turn in range(3)} == {(None, "d1", None)}
     assert {fleet.names(turn=turn) for turn in range(2)} == {(None, "d0", None), (None, "d1", None)}
 
 
 def test_a_decode_worker_alone_computes_what_is_short_if_it_has_little_to_do():
     fleet = Fleet([load(waiting=100)], [load(running=1)])
-    assert fleet.names(400, held={"d0": 384}) == (None, "d0", None), "16 tokens, which one stream waits for"
-    assert fleet.names(400, held={"d0": 240})[0] == "p0"
-    assert Fleet([load(waiting=100)], [load(running=9)]).names(400, held={"d0": 384})[0] == "p0", "nine streams wait"
-    assert fleet.names(400, held={"d0": 384}, decodes_alone=False)[0] == "p0"
+    assert fleet.names(400, cached_tokens={"d0": 384}) == (None, "d0", None), "16 tokens, which one stream waits for"
+    assert fleet.names(400, cached_tokens={"d0": 240})[0] == "p0"
+    assert Fleet([load(waiting=100)], [load(running=9)]).names(400, cached_tokens={"d0": 384})[0] == "p0", (
+        "nine streams wait"
+    )
+    assert fleet.names(400, cached_tokens={"d0": 384}, decodes_alone=False)[0] == "p0"
 
 
 def test_a_decode_worker_alone_computes_a_prompt_when_prefill_queues_are_long():
@@ -130,19 +136,21 @@ def test_workers_that_are_about_as_good_are_taken_in_turn():
 
 
 def test_of_two_that_are_about_as_good_the_one_with_less_to_do_is_taken():
-    assert Fleet([IDLE, load(waiting=310)], [IDLE]).names(400, held={"p1": 320}, min_pull_tokens=None)[0] == "p1"
+    assert (
+        Fleet([IDLE, load(waiting=310)], [IDLE]).names(400, cached_tokens={"p1": 320}, min_pull_tokens=None)[0] == "p1"
+    )
     assert Fleet([IDLE], [load(running=1), IDLE], d1={"max_batch": 1}).names()[1] == "d1"
 
 
 def test_an_estimate_tells_the_times_of_the_path_taken():
-    path = Fleet([load(waiting=200)], [load(running=2)]).path(400, held={"p0": 160, "d0": 160})
+    path = Fleet([load(waiting=200)], [load(running=2)]).path(400, cached_tokens={"p0": 160, "d0": 160})
     estimate = path.estimate
     assert path.new_tokens == 240
     assert estimate.queue_s == pytest.approx(200 * (0.001 + 0.01 / 500))
     assert (estimate.pull_s, estimate.prefill_s) == (0, pytest.approx(0.01 + 0.24))
     assert estimate.transfer_s == pytest.approx(0.002 + 0.5 * 240e-6), "the last of two layers"
     assert (estimate.decode_slot_s, estimate.step_s) == (0, pytest.approx(0.01 + 3 * 0.002))
-    alone = Fleet([], [load(running=2, waiting=200)]).path(400, held={"d0": 160})
+    alone = Fleet([], [load(running=2, waiting=200)]).path(400, cached_tokens={"d0": 160})
     assert (alone.prefill, alone.new_tokens) == (None, 240)
     assert alone.estimate.prefill_s == pytest.approx(0.014 + 0.24)
     assert alone.estimate.queue_s == pytest.approx(200 * (0.001 + 0.014 / 498))
@@ -150,7 +158,7 @@ def test_an_estimate_tells_the_times_of_the_path_taken():
 
 
 def test_a_pull_is_in_the_estimate_and_what_comes_by_it_need_not_be_computed():
-    path = Fleet([IDLE, load(waiting=900)], [IDLE]).path(401, held={"p1": 400})
+    path = Fleet([IDLE, load(waiting=900)], [IDLE]).path(401, cached_tokens={"p1": 400})
     assert path.source.peer.worker_id == "p1"
     assert path.new_tokens == 1
     assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
@@ -168,16 +176,16 @@ def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():
 # --- what one worker costs ---
 
 
-def need(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
+def query(num_tokens, *, answer_tokens=10.0, promise=None, min_pull_tokens=None):
     return PathQuery(num_tokens, answer_tokens, promise or Promise(), {"standard": (0, 0.0)}, min_pull_tokens)
 
 
-def reading(fleet, name, asked, held=0, source=None):
-    """What `name` would need that has `held` tokens, where `source` has 400."""
-    fleet[name].held = held
+def prefill_cost_of(fleet, name, wanted, cached_tokens=0, source=None):
+    """Return the prefill cost of `name`, which has `cached_tokens` tokens, where `source` has 400."""
+    fleet[name].cached_tokens = cached_tokens
     if source is not None:
-        fleet[source].held = 400
-    return read(fleet[name], asked, fleet[source] if source else None)
+        fleet[source].cached_tokens = 400
+    return prefill_cost(fleet[name], wanted, fleet[source] if source else None)
 
 
 def queued(*work):
@@ -193,15 +201,17 @@ def waits(fleet, promise):
 
 
 @pytest.mark.parametrize(("held", "new", "prefill_s"), [(0, 640, 0.66), (160, 480, 0.49), (640, 1, 0.011)])
-def test_what_is_cached_needs_no_computing_but_the_last_token_does(held, new, prefill_s):
-    cost = reading(Fleet([IDLE], []), "p0", need(640), held)
+def test_what_is_cached_needs_no_computing_but_the_last_token_does(cached_tokens, new, prefill_s):
+    cost = prefill_cost_of(Fleet([IDLE], []), "p0", query(640), cached_tokens)
     assert (cost.new_tokens, cost.queue_s, cost.pull_s) == (new, 0, 0)
     assert cost.prefill_s == cost.total_s == pytest.approx(prefill_s), "steps of 500 tokens at most"
 
 
 def test_attention_to_what_is_cached_is_paid_for():
     fleet = Fleet([IDLE], [], costs=msgspec.structs.replace(COSTS, pair_s=1e-6))
-    assert reading(fleet, "p0", need(300), 100).prefill_s == pytest.approx(0.01 + 0.2 + 1e-6 * 200 * (100 + 100))
+    assert prefill_cost_of(fleet, "p0", query(300), 100).prefill_s == pytest.approx(
+        0.01 + 0.2 + 1e-6 * 200 * (100 + 100)
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,10 +245,10 @@ def test_a_class_that_nobody_has_heard_of_waits_as_its_priority_says():
 
 
 @pytest.mark.parametrize(("held", "left_s"), [(0, 0.1), (160, 0.05)])
-def test_prefill_hides_the_transfer_but_for_the_last_layer_of_its_last_step(held, left_s):
+def test_prefill_hides_the_transfer_but_for_the_last_layer_of_its_last_step(cached_tokens, left_s):
     fleet = Fleet([], [IDLE], bytes_per_s=QUICK / 1000)
-    fleet["d0"].held = held
-    left = transfer_s(fleet["d0"], need(400), hidden_s=0.3, last_tokens=100)
+    fleet["d0"].cached_tokens = cached_tokens
+    left = transfer_s(fleet["d0"], query(400), hidden_s=0.3, last_tokens=100)
     assert left == pytest.approx(HOP_S + left_s), "400 and 240 tokens to send in 0.3 s; half of 100 after"
 
 
@@ -246,54 +256,54 @@ WITH_CONTEXT = msgspec.structs.replace(COSTS, context_s=1e-6)
 EIGHT = {"d0": {"max_batch": 8}}
 
 
-def answering(stats, asked):
-    return answer(Fleet([], [stats], costs=WITH_CONTEXT, **EIGHT)["d0"], asked)
+def decode_cost_of(stats, wanted):
+    return decode_cost(Fleet([], [stats], costs=WITH_CONTEXT, **EIGHT)["d0"], wanted)
 
 
 def test_a_decode_step_takes_longer_with_each_request_and_its_context():
-    busy = answering(load(running=4, context_tokens=2000), need(1000))
+    busy = decode_cost_of(load(running=4, context_tokens=2000), query(1000))
     assert busy.step_s == pytest.approx(0.01 + 5 * 0.002 + 0.003)
     assert (busy.slot_s, busy.total_s) == (0, pytest.approx(10 * busy.step_s))
-    assert answering(IDLE, need(1000)).step_s == pytest.approx(0.01 + 0.002 + 0.001)
+    assert decode_cost_of(IDLE, query(1000)).step_s == pytest.approx(0.01 + 0.002 + 0.001)
 
 
 def test_a_decode_step_reads_the_experts_that_its_rows_hit_and_a_prompts_all():
     costs = msgspec.structs.replace(COSTS, experts_s=0.04, expert_share=0.5)
     fleet = Fleet([IDLE], [IDLE, load(running=1), load(running=2, tightest_tpot_s=0.034)], costs=costs)
-    steps = [answer(fleet[name], need(10)) for name in ("d0", "d1", "d2")]
+    steps = [decode_cost(fleet[name], query(10)) for name in ("d0", "d1", "d2")]
     assert steps[0].step_s == pytest.approx(0.01 + 0.002 + 0.02)
     assert steps[1].step_s == pytest.approx(0.01 + 0.004 + 0.03)
     assert steps[2].step_s == pytest.approx(0.01 + 0.006 + 0.035)
     # 17 ms too long: more than the two, who end one by one.
     assert steps[2].slot_s == pytest.approx(2 * 10 * (0.01 + 0.004 + 0.03) / 2)
-    assert reading(fleet, "p0", need(400)).prefill_s == pytest.approx(0.05 + 0.4)
-    assert reading(fleet, "d1", need(400)).prefill_s == pytest.approx(0.05 + 0.002 + 0.4)
+    assert prefill_cost_of(fleet, "p0", query(400)).prefill_s == pytest.approx(0.05 + 0.4)
+    assert prefill_cost_of(fleet, "d1", query(400)).prefill_s == pytest.approx(0.05 + 0.002 + 0.4)
 
 
 def test_a_slot_is_there_when_as_many_have_ended_as_batch_blocks_or_promises_want():
-    full = answering(load(running=8), need(100, answer_tokens=40))
+    full = decode_cost_of(load(running=8), query(100, answer_tokens=40))
     assert full.slot_s == pytest.approx((0.01 + 8 * 0.002) * 40 / 8), "one of the batch"
-    tight = answering(load(running=4, context_tokens=1200, free_blocks=10), need(760, answer_tokens=40))
+    tight = decode_cost_of(load(running=4, context_tokens=1200, free_blocks=10), query(760, answer_tokens=40))
     step_s = 0.01 + 4 * 0.002 + 0.0012
     assert tight.slot_s == pytest.approx(2 * step_s * 40 / 4), "600 tokens too many: two requests of 300"
     strict, loose = load(running=4, tightest_tpot_s=0.018), load(running=4)
-    promised = answering(strict, need(0, answer_tokens=40)).slot_s
+    promised = decode_cost_of(strict, query(0, answer_tokens=40)).slot_s
     assert promised == pytest.approx(0.018 * 40 / 4, rel=1e-3), "a step with it takes 0.020 s: one must end first"
-    assert answering(loose, need(0, answer_tokens=40)).slot_s == 0
-    own = answering(loose, need(0, answer_tokens=40, promise=Promise(tpot_s=0.018)))
+    assert decode_cost_of(loose, query(0, answer_tokens=40)).slot_s == 0
+    own = decode_cost_of(loose, query(0, answer_tokens=40, promise=Promise(tpot_s=0.018)))
     assert own.slot_s == pytest.approx(promised, rel=1e-3)
 
 
 def test_a_prompt_computed_by_a_decode_worker_stalls_its_streams_and_who_comes_next():
     fleet = Fleet([], [IDLE, load(running=4)])
-    for name, held, prefill_s, stalled_s in (("d0", 0, 0.41, 0.4), ("d1", 160, 0.018 + 0.24, 5 * 0.24)):
-        cost = reading(fleet, name, need(400), held)
+    for name, cached_tokens, prefill_s, stalled_s in (("d0", 0, 0.41, 0.4), ("d1", 160, 0.018 + 0.24, 5 * 0.24)):
+        cost = prefill_cost_of(fleet, name, query(400), cached_tokens)
         assert (cost.prefill_s, cost.total_s) == (pytest.approx(prefill_s), pytest.approx(prefill_s + stalled_s))
 
 
 def test_promised_times_make_a_decode_workers_chunks_small():
     strict = Fleet([], [load(running=4, tightest_tpot_s=0.119)])
-    cost = reading(strict, "d0", need(400))
+    cost = prefill_cost_of(strict, "d0", query(400))
     assert cost.prefill_s == pytest.approx(4 * 0.018 + 0.4), "101 tokens beside a step of 0.018 s"
 
 
@@ -301,7 +311,7 @@ def test_promised_times_make_a_decode_workers_chunks_small():
 
 
 class ByLoad(Fleet):
-    """Of which nobody has told costs."""
+    """Workers that have not reported their costs."""
 
     def __init__(self, prefill, decode, **changes):
         super().__init__(prefill, decode, costs=None, **changes)
@@ -368,12 +378,12 @@ def test_a_prefill_worker_that_cannot_serve_the_pair_is_passed_over(of, changes)
     assert of([IDLE], [load(running=8)], **changes).names() == (None, "d0", None)
 
 
-def source_of(held, *, min_tokens=100, num_tokens=1001, failed=(), **changes):
-    """Who is pulled from, of p0 (who pulls), p1, d0 and d1, where they hold as many tokens as `held` says."""
+def source_of(cached_tokens, *, min_tokens=100, num_tokens=1001, failed=(), **changes):
+    """Return the source of a pull to p0, where p0, p1, d0 and d1 hold as many tokens as `cached_tokens` says."""
     fleet = ByLoad([IDLE, IDLE], [load(running=1), IDLE], **changes)
     path = with_source(
         Path(fleet["p0"].info, fleet["d1"].info),
-        [*fleet.of("prefill", held), *fleet.of("decode", held)],
+        [*fleet.of("prefill", cached_tokens), *fleet.of("decode", cached_tokens)],
         num_tokens,
         min_tokens,
         leave_out(failed, ()),
@@ -392,8 +402,8 @@ def source_of(held, *, min_tokens=100, num_tokens=1001, failed=(), **changes):
         ({}, None),
     ],
 )
-def test_a_prefix_is_pulled_from_whoever_holds_most_of_it_where_that_spares_enough(held, source):
-    assert source_of(held) == source
+def test_a_prefix_is_pulled_from_whoever_holds_most_of_it_where_that_spares_enough(cached_tokens, source):
+    assert source_of(cached_tokens) == source
 
 
 def test_the_last_token_of_a_prompt_is_never_worth_a_pull():

@@ -1,4 +1,4 @@
-"""What the chooser knows when it chooses."""
+"""The knowledge with which the chooser chooses."""
 
 import msgspec
 import pytest
@@ -7,6 +7,7 @@ from tests.router.routing.knowing import COSTS, LAYOUT, PROMPT, Rig, info, reque
 from twostroke.protocol.messages import BlocksChanged
 from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, TokenEvent
 from twostroke.protocol.stats import QueuedWork
+from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone
 
 
 def waiting(tokens):
@@ -60,7 +61,7 @@ async def test_an_answer_that_has_ended_is_expected_where_it_was_written_but_for
     rig = Rig(pulls=False)
     path, hold = rig.take(request())
     written = tuple(range(1000, 1048))
-    rig.chooser.answered(path, request(), written)
+    rig.emit(path, AttemptEnded(0.0, None, has_decoded=True), written)
     hold.release()
     following = rig.chooser.choose(request((*PROMPT, *written, *range(15))))
     assert (following.prefill, following.decode) == (None, path.decode)
@@ -94,7 +95,7 @@ async def test_a_worker_that_restarts_holds_nothing_and_its_load_is_forgotten():
 async def test_missed_news_of_blocks_is_asked_for_again():
     rig = Rig()
     assert rig.tell_blocks("p0", PROMPT)
-    assert not rig.channels.listener.blocks(rig.infos["p0"].peer, BlocksChanged(5, b"", b""))
+    assert not rig.blocks.heard(rig.infos["p0"].peer, BlocksChanged(5, b"", b""))
 
 
 async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_and_pull_what_spares_enough():
@@ -126,13 +127,13 @@ async def test_a_worker_that_has_not_told_its_costs_is_taken_for_one_like_the_ot
 async def test_a_worker_whose_channel_drops_is_left_until_it_is_back():
     rig = Rig()
     down = {rig.infos["d0"].peer, rig.infos["p0"].peer}
-    rig.channels.down |= down
     for worker in down:
-        rig.channels.listener.changed(worker)
+        rig.view.on_connection(worker, False)
     assert {rig.choose() for _ in range(4)} == {("p1", "d1", None)}
-    rig.channels.down.clear()
     for worker in down:
-        rig.channels.listener.changed(worker)
+        rig.view.on_connection(worker, True)
+    for name in rig.infos:
+        rig.tell(name)
     assert {rig.choose()[1] for _ in range(4)} == {"d0", "d1"}
 
 
@@ -145,9 +146,8 @@ async def test_ejected_workers_are_taken_for_want_of_others():
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "round_robin"])
-async def test_other_policies_ask_no_worker_for_its_blocks_and_predict_nothing(policy):
+async def test_other_policies_predict_nothing(policy):
     rig = Rig(policy=policy)
-    assert rig.channels.listener.blocks is None
     assert rig.chooser.choose(request()).estimate is None
     rig.tell("p0", queued=waiting(5000))
     taken = [rig.choose()[0] for _ in range(4)]
@@ -162,9 +162,9 @@ async def test_a_pull_that_took_longer_than_expected_makes_the_next_less_likely(
     assert path.source.peer.worker_id == "d0"
     event = TokenEvent("r", 0, (SampledToken(1),))
     before = rig.chooser._view.rates.of(path.prefill.peer)
-    rig.chooser.prefilled(path, 401, PrefillReply(event, 16, 0.0, 9.0))
+    rig.emit(path, PrefillDone(0.0, PrefillReply(event, 16, 0.0, 9.0), 401))
     assert rig.chooser._view.rates.of(path.prefill.peer) == before, "nothing has come: it was computed"
-    rig.chooser.prefilled(path, 401, PrefillReply(event, 400, 0.0, 9.0))
+    rig.emit(path, PrefillDone(0.0, PrefillReply(event, 400, 0.0, 9.0), 401))
     assert rig.chooser._view.rates.of(path.prefill.peer) < before
 
 
@@ -176,10 +176,10 @@ async def test_so_does_a_pull_to_a_decode_worker_that_computes_the_prompt():
     path = rig.chooser.choose(request((*PROMPT, 1)))
     assert (path.prefill, path.decode.peer.worker_id, path.source.peer.worker_id) == (None, "d1", "d0")
     before = rig.chooser._view.rates.of(path.decode.peer)
-    rig.chooser.decoded(path, 401, DecodeReply(9, "stop", 16, 9.0, 0.0, 0))
-    rig.chooser.decoded(path, 401, DecodeReply(9, "stop", 400, 0.0, 0.0, 0))
+    rig.emit(path, DecodeDone(DecodeReply(9, "stop", 16, 9.0, 0.0, 0), 401, has_transfer=True))
+    rig.emit(path, DecodeDone(DecodeReply(9, "stop", 400, 0.0, 0.0, 0), 401, has_transfer=True))
     assert rig.chooser._view.rates.of(path.decode.peer) == before, "nothing has come, or it was there already"
-    rig.chooser.decoded(path, 401, DecodeReply(9, "stop", 400, 9.0, 0.0, 0))
+    rig.emit(path, DecodeDone(DecodeReply(9, "stop", 400, 9.0, 0.0, 0), 401, has_transfer=True))
     assert rig.chooser._view.rates.of(path.decode.peer) < before
 
 

@@ -24,14 +24,14 @@ def a_rig(prefill=TRUE, decode=TRUE):
 
 
 async def sent(rig, times, every_s=0.5, prompt=LONG):
-    """Where prompts go that come one after another; each is over before the next."""
+    """Return the paths of prompts that come one after another; each is over before the next."""
     found = []
     for _ in range(times):
         rig.clock.now += every_s
         path, hold = rig.take(request((int(10_000 + 2 * rig.clock.now), *prompt)))
         hold.release()
         for name in rig.infos:  # as half a second later
-            rig.tell(name, costs=rig.channels.numbers[rig.infos[name].peer].costs, free_blocks=1000)
+            rig.tell(name, costs=rig.view._stats[rig.infos[name].peer].costs, free_blocks=1000)
         found.append(path)
     return found
 
@@ -43,8 +43,8 @@ def by(path):
 async def test_workers_thought_slow_are_tried_the_less_often_the_slower_they_are_thought():
     rig = a_rig(prefill=SLOW)
     paths = await sent(rig, 1700)
-    tried = [path for path in paths if path.is_trial]
-    assert {by(path) for path in paths if not path.is_trial} == {None}
+    tried = [path for path in paths if path.is_cost_probe]
+    assert {by(path) for path in paths if not path.is_cost_probe} == {None}
     assert {by(path) for path in tried} == {"p0", "p1"}
     slower = tried[0].estimate.ttft_s / paths[0].estimate.ttft_s
     assert slower > 10
@@ -54,12 +54,12 @@ async def test_workers_thought_slow_are_tried_the_less_often_the_slower_they_are
 async def test_a_worker_that_is_as_quick_but_has_no_turn_is_tried_every_ten_seconds():
     rig = a_rig(decode=msgspec.structs.replace(TRUE, token_s=TRUE.token_s * 0.3))
     paths = await sent(rig, 200)
-    assert 4 <= len([path for path in paths if path.is_trial]) <= 20
+    assert 4 <= len([path for path in paths if path.is_cost_probe]) <= 20
 
 
 async def test_short_prompts_there_do_not_count_as_a_trial_of_long_ones():
     rig = a_rig(prefill=SLOW)
-    trials = rig.chooser._trials
+    trials = rig.chooser._cost_probes
     await sent(rig, 1)
     for _ in range(1000):
         rig.clock.now += 1.0

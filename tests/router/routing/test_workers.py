@@ -1,4 +1,4 @@
-"""What the router knows of work under way, and of links."""
+"""Work under way at workers, and rates of links."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_place_is_given_up_once_and_the_others_with_the_last_release(counts):
 def test_work_that_the_workers_numbers_count_in_is_not_counted_twice(counts, clock):
     counts.hold(places(100))
     clock.now = 1.0
-    counts.told(P)
+    counts.on_stats(P)
     assert counts.load(P).prompt_tokens("standard", 100) == 100
     assert counts.load(P).prompt_tokens("standard", 450) == 450, "others' are in there too"
     counts.hold(places(30))
@@ -58,29 +58,29 @@ def test_a_request_that_was_under_way_when_the_worker_told_its_numbers_is_not_in
     clock.now = 1.0
     counts.hold(places(100))
     clock.now = 1.01
-    counts.told(P)
+    counts.on_stats(P)
     assert counts.load(P).prompt_tokens("standard", 0) == 100
     assert counts.load(P).prompt_tokens("standard", 300) == 400
     clock.now = 1.5
-    counts.told(P)
+    counts.on_stats(P)
     assert counts.load(P).prompt_tokens("standard", 300) == 300
 
 
 def test_what_has_ended_since_the_worker_told_its_numbers_is_taken_off(counts, clock):
     hold = counts.hold(places(100))
     clock.now = 1.0
-    counts.told(P)
+    counts.on_stats(P)
     hold.release(P)
     assert counts.load(P).prompt_tokens("standard", 450) == 350
     assert counts.load(P).prompt_tokens("standard", 100) == 0
-    counts.told(P)
+    counts.on_stats(P)
     assert counts.load(P).prompt_tokens("standard", 450) == 450
 
 
 def test_a_long_prompt_that_is_nearly_read_counts_with_what_is_left(counts, clock):
     counts.hold(places(100_000))
     clock.now = 60.0
-    counts.told(P)
+    counts.on_stats(P)
     assert counts.load(P).prompt_tokens("standard", 500) == 500
 
 
@@ -98,7 +98,7 @@ def test_after_the_first_token_no_prompt_is_left_to_compute(counts, clock):
     assert counts.load(D).prompt_tokens("standard", 0) == 0
     assert counts.load(D).requests(0) == 1
     clock.now = 1.0
-    counts.told(D)
+    counts.on_stats(D)
     hold.release()
     assert counts.load(D).requests(1) == 0
 
@@ -109,7 +109,7 @@ def test_a_worker_that_is_gone_leaves_no_trace_once_its_requests_have_ended(coun
     hold.release()
     counts.keep({D})
     assert set(counts._loads) == {D}
-    counts.told(D)
+    counts.on_stats(D)
     assert not counts._loads
 
 
@@ -141,16 +141,16 @@ def test_a_worker_of_which_nothing_is_known_has_a_common_rate():
 
 def test_transfers_that_were_quicker_than_was_thought_raise_the_rate_and_slower_ones_say_nothing():
     rates = LinkRates()
-    rates.told(A, told(8_000_000_000, 2.0))
+    rates.on_stats(A, told(8_000_000_000, 2.0))
     assert rates.of(A) == pytest.approx(4e9)
-    rates.told(A, told(8_001_000_000, 12.0))
+    rates.on_stats(A, told(8_001_000_000, 12.0))
     assert rates.of(A) == pytest.approx(4e9, rel=0.01), "they waited for prefill, perhaps"
     assert rates.of(B) == FIRST_GUESS
 
 
 def test_few_bytes_measure_round_trips():
     rates = LinkRates()
-    rates.told(A, told(1000, 1e-9))
+    rates.on_stats(A, told(1000, 1e-9))
     assert rates.of(A) == FIRST_GUESS
 
 
@@ -170,14 +170,14 @@ def test_a_worker_that_was_judged_slow_is_tried_again_some_day():
     for _ in range(50):
         rates.pulled(A, expected_s=0.1, took_s=100.0)
     for _ in range(2000):
-        rates.told(A, told(0, 0.0))
+        rates.on_stats(A, told(0, 0.0))
     assert rates.of(A) > 0.8 * FIRST_GUESS
 
 
 def test_workers_that_are_gone_are_forgotten():
     rates = LinkRates()
     for worker in (A, B):
-        rates.told(worker, told(8_000_000_000, 2.0))
+        rates.on_stats(worker, told(8_000_000_000, 2.0))
     rates.keep({B})
     assert (rates.of(A), rates.of(B)) == (FIRST_GUESS, pytest.approx(4e9))
 
@@ -188,5 +188,5 @@ def test_pulls_that_always_seem_quicker_or_slower_leave_a_rate_that_can_be_recko
         rates.pulled(A, expected_s=0.1, took_s=0.0)  # its prompts are quicker than their estimate, which proves nothing
         rates.pulled(B, expected_s=0.1, took_s=100.0)
     for worker in (A, B):
-        rates.told(worker, told(0, 0.0))
+        rates.on_stats(worker, told(0, 0.0))
         assert 1e5 < rates.of(worker) < 1e14

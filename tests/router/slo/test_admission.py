@@ -1,4 +1,4 @@
-"""Who is let in: single decisions, by numbers. What comes of them under load: tests/simulation/policies."""
+"""Single decisions of admission, by numbers. Admission under load: tests/simulation/policies."""
 
 import pytest
 
@@ -194,7 +194,7 @@ def test_a_path_on_trial_is_let_in_whatever_is_thought_of_its_first_token_but_sl
     door.ask(INTERACTIVE)
 
     def trial(prefill_s: float, step_s: float) -> None:
-        path = Path(PREFILL, DECODE, estimate=PathEstimate(0.0, 0.0, prefill_s, 0.0, 0.0, step_s), is_trial=True)
+        path = Path(PREFILL, DECODE, estimate=PathEstimate(0.0, 0.0, prefill_s, 0.0, 0.0, step_s), is_cost_probe=True)
         door.admission.admit(request_of(INTERACTIVE), path, 0.0, False)
 
     trial(2.0, 0.02)

@@ -1,4 +1,4 @@
-"""What a router tells of demand: all that arrives, and the workers that can take it."""
+"""Demand as a router counts it: all that arrives, and the workers that can take it."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Which promise a request gets: by header, field, API key and default."""
+"""The promise of a request: by header, field, API key and default."""
 
 import pytest
 

@@ -306,7 +306,7 @@ def names_of(schema):
 
 
 def test_objects_with_bare_keys_drawn_at_random_are_read_and_valid(texts):
-    """What a strict function is called with follows its schema, but for what bounds texts; or it is refused."""
+    """Arguments of a strict function follow its schema, apart from bounds of texts; or the schema is refused."""
     rules, call = AnswerGrammar(CONTROLS), pick_output_format("gemma", None, "", "").call
     language = pick_output_format("gemma", None, "", "").language
     tokenizer, names = LLTokenizer(texts, n_vocab=4096 + len(TOKENS), eos_token=[1]), Tokenizer.from_str(texts)

@@ -78,7 +78,7 @@ ENDS_THE_PROCESS = [
 
 @pytest.mark.parametrize("schema", ENDS_THE_PROCESS, ids=json.dumps)
 async def test_numbers_that_end_llguidances_process_never_reach_it(grammars: Grammars, schema: dict[str, Any]) -> None:
-    """Where they do, this process ends, too."""
+    """A crash of llguidance would end this process, too."""
     with pytest.raises(RequestError, match=r"^schema: #/.*below -2\^63"):
         await GrammarChecks(grammars).schema(schema, "schema", lenient=False)
     checks = GrammarChecks(grammars)

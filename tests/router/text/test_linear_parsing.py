@@ -155,4 +155,4 @@ def test_a_call_that_goes_on_and_on_is_content():
     told = [parser.add("<tool_call>f\n"), *(parser.add("x" * 2**16) for _ in range(20))]
     content = "".join(one.content for one in [*told, parser.add("</tool_call>"), parser.finish()])
     assert content == "<tool_call>f\n" + "x" * 2**16 * 20 + "</tool_call>"
-    assert parser.num_unread == 1
+    assert parser.num_unparsed == 1

@@ -1,4 +1,4 @@
-"""Which format a model is read by. The excerpts have the marks of the families' chat templates, and no more of them."""
+"""The format by which a model's output is parsed. The excerpts have the marks of the families' chat templates alone."""
 
 import json
 import shutil

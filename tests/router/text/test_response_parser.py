@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What models write, format by format: read whole, and cut in two at every character."""
+"""Outputs of models, format by format: parsed whole, and cut in two at every character."""
 
 import json
 import random

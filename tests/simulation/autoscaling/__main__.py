@@ -27,7 +27,7 @@ from tests.simulation.autoscaling.compare import (
 from tests.simulation.autoscaling.traffic import Trace, azure_file, begun_later, bursts, diurnal, servegen_day
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.planning.coarse.fleet import Scaler
-from twostroke.planning.profiles import H100, ONE_B, SMALL
+from twostroke.planning.costs.profiles import H100, ONE_B, SMALL
 
 STARTUP_S = 45.0
 MOST = 48, 16

@@ -32,7 +32,7 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one scaler on one trace."""
+    """Figures of one scaler on one trace."""
 
     requests: int
     attainment: float  # of all requests, those with both times met
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def outcome(fleet: CoarseFleet, requests: Sequence[CoarseRequest], start: tuple[int, int], ends_s: float) -> Outcome:
-    """Of a fleet that has served `requests` for `ends_s`."""
+    """Return the figures of a fleet that has served `requests` for `ends_s`."""
     first = [one.ttft_s <= fleet.ttft_s for one in requests]
     rest = [one.tpot_s <= fleet.tpot_s for one in requests]
     both = sum(ttft and tpot for ttft, tpot in zip(first, rest, strict=True))
@@ -165,14 +165,14 @@ class _Deployment:
 
 
 PEAK_ATTAINMENT = 0.99
-"""With hindsight, a fixed fleet is enough, and no larger, when it serves so many in time over the whole trace."""
+"""A fixed fleet is large enough, in hindsight, when this share is served in time over the whole trace."""
 BUSIEST_S = 10
-"""Without a replay, who provisions for the peak counts what came in the busiest so many seconds."""
+"""Width in seconds of the busiest moment for which one provisions without a replay."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all scalers of a comparison have in common."""
+    """Settings that all scalers of a comparison share."""
 
     kind: WorkerProfile
     ttft_s: float

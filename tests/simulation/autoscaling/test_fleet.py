@@ -14,7 +14,7 @@ from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarseRequest
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import WorkerProfile
@@ -28,7 +28,7 @@ def prompts_only(costs: StepCosts) -> WorkerProfile:
 
 
 def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> float:
-    """Of prompts that only wait and are computed."""
+    """Return the mean wait of prompts that only wait and are computed."""
     kind = prompts_only(StepCosts(0.0, TOKEN_S, 0.0, 0.0, 0.0))
     fleet = CoarseFleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False))
     at_s, requests = 0.0, []

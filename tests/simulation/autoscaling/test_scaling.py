@@ -1,4 +1,4 @@
-"""What the policy must hold on synthetic traces; `python -m tests.simulation.autoscaling` has the public ones."""
+"""The policy holds its promises on synthetic traces; `python -m tests.simulation.autoscaling` has the public ones."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ from tests.simulation.autoscaling.compare import (
 from tests.simulation.autoscaling.traffic import Trace, bursts, diurnal, steps
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.planning.coarse.workers import SETTINGS, CoarseDecodeWorker, CoarseRequest
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
 

@@ -25,7 +25,7 @@ class Trace:
     ends_s: float
 
     def fresh(self) -> list[CoarseRequest]:
-        """As yet unserved."""
+        """Return the requests as yet unserved."""
         return [CoarseRequest(*one) for one in self.requests]
 
 
@@ -75,7 +75,9 @@ def servegen_day(rates: Path, lengths: Path, model: str, day: int, peak_rps: flo
 
 
 def bursts(seed: int, seconds: float, rate: float = 1.0) -> Trace:
-    """Like Azure's code trace: silences of 50 s on average, then 35 s of seconds that differ by lognormal factors.
+    """Return a trace like Azure's code trace: silences of 50 s on average, then 35 s of seconds that differ by
+    lognormal factors. At `rate` 1 some 2.6 requests a second, gaps with a CV of about 13, up to 70 in one second;
+    lengths as there.
 
     At `rate` 1 some 2.6 requests a second, gaps with a CV of about 13, up to 70 in one second; lengths as there.
     """
@@ -163,5 +165,5 @@ def _between(value: float, low: int, high: int) -> int:
 
 
 def _mu(mean: float) -> float:
-    """Of a lognormal with sigma 1."""
+    """Return mu of a lognormal with sigma 1 and this mean."""
     return log(mean) - 0.5

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from twostroke.planning.profiles import SMALL
+from twostroke.planning.costs.profiles import SMALL
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator import deployment
@@ -11,7 +11,7 @@ from twostroke.simulator.deployment import SimulatedRun, TracedRequest
 from twostroke.simulator.sim_router import PROMISE_NOTHING
 
 PREFILL_CACHE_TOKENS = 32_000
-"""Of each prefill worker: less than all conversations that are under way, so that it matters who gets which."""
+"""Cache of each prefill worker: less than all running conversations need, so that it matters who gets which."""
 DECODE_CACHE_TOKENS = 64_000
 
 

@@ -57,7 +57,7 @@ RATE_PER_S = 60.0
 """Some eight times what the decode workers manage with answers of this length and room for so few of them."""
 DECODE_CACHE_TOKENS = 6_000
 LONGER = 3
-"""How many times as long answers are as in other traces."""
+"""Factor by which answers are longer than in other traces."""
 
 
 def run_crowd(seed: int, *, num_requests: int = NUM_REQUESTS) -> SimulatedRun:
@@ -87,15 +87,17 @@ def _keep_nothing(receiver: KVReceiver, ticket: Any) -> None:
 
 
 def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
-    worker._offers.wait(call.ticket, 2.0, came=lambda: worker._offered(call), missing=lambda: worker._do_without(call))
+    worker._offers.await_offer(
+        call.ticket, 2.0, on_offered=lambda: worker._offered(call), on_missing=lambda: worker._compute_prompt(call)
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "name", "replacement"),
     [
         pytest.param(OutgoingLane, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
-        pytest.param(KVReceiver, "keep", _keep_nothing, id="offers don't wait with their requests"),
-        pytest.param(DecodeWorker, "_expect", _wait_for_two_seconds, id="requests don't wait for long queues"),
+        pytest.param(KVReceiver, "keep_offer", _keep_nothing, id="offers don't wait with their requests"),
+        pytest.param(DecodeWorker, "_await_offer", _wait_for_two_seconds, id="requests don't wait for long queues"),
     ],
 )
 def test_prompts_are_computed_twice_where(
@@ -120,7 +122,7 @@ RECOVERED_S = 10.0
 
 @dataclass(frozen=True)
 class Phase:
-    """What became of the requests of one span of time."""
+    """Outcome of the requests of one span of time."""
 
     served: Sequence[SimulatedRequest]
     seconds: float
@@ -130,7 +132,7 @@ class Phase:
         return [served for served in self.served if served.promise.class_name == one.name]
 
     def refused_share(self, one: SLOClass) -> float:
-        """How many of a class's requests were refused, of all of them."""
+        """Return the share of a class's requests that were refused."""
         requests = self.of(one)
         return sum(served.refused for served in requests) / len(requests)
 
@@ -199,7 +201,7 @@ def run_overload(
 
 
 def is_met(served: SimulatedRequest) -> bool:
-    """Whether a request got what it was promised."""
+    """Return whether a request got what it was promised."""
     promise = served.promise
     is_in_time = promise.ttft_left_s is None or served.ttft_s <= promise.ttft_left_s
     is_quick = promise.tpot_s is None or served.tpot_s <= promise.tpot_s

@@ -77,4 +77,5 @@ TRACES: dict[str, Callable[[int, int], list[TracedRequest]]] = {
     "conversations": lambda seed, count: conversations(seed, num_requests=count, rate_per_s=8.0, shape=Conversations()),
     "strangers": lambda seed, count: strangers(seed, num_requests=count, rate_per_s=4.2),
 }
-"""By seed and number of requests, at rates that keep prefill workers busy for 0.7 of their time under round robin."""
+"""Traces by seed and number of requests, at rates that keep prefill workers busy for 0.7 of their time under round
+robin."""

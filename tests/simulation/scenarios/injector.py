@@ -23,7 +23,7 @@ LONG_S = (
 
 
 _MOST_CALLS = {"refuse_prefill": 3, "lose_prefill_reply": 2, "late_calls": 4, "repeat_calls": 4}
-"""That such a fault spoils."""
+"""Number of calls that a fault of this kind spoils."""
 
 
 @dataclass

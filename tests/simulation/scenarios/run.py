@@ -32,7 +32,7 @@ from twostroke.simulator.virtual_loop import describe, run_virtually, virtual_lo
 
 @dataclass
 class Report(Counts):
-    """What scenarios did."""
+    """Counts of what scenarios did."""
 
     requests: int = 0
     finished: int = 0
@@ -81,7 +81,7 @@ MOST_POISONED = 2
 
 @dataclass
 class _Answer:
-    """What a client has got."""
+    """Answer that a client has received."""
 
     events: list[TokenEvent] = field(default_factory=list)
 

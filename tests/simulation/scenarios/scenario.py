@@ -1,4 +1,4 @@
-"""What a seed means: workers, pools, requests, cancels and faults. Pure; the same seed gives the same scenario."""
+"""Meaning of a seed: workers, pools, requests, cancels and faults. Pure; the same seed gives the same scenario."""
 
 import math
 import random
@@ -40,7 +40,7 @@ class Arrival:
 
     @property
     def is_poison(self) -> bool:
-        """Whether it kills the engine that computes it."""
+        """Return whether the request kills the engine that computes it."""
         return POISON in self.request.token_ids
 
 
@@ -184,7 +184,7 @@ _OF_PREFILL = (
 _WITHOUT_PREFILL = tuple(kind for kind in FAULTS[:-1] if kind not in _OF_PREFILL)
 
 _AT_ONCE = {"block_transfers": 0.0, "lose_router": 0.1}
-"""How much earlier these come, to find requests that have just begun."""
+"""Factor by which these come earlier, to find requests that have just begun."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
 
 
 def _windows(seed: int, num_layers: int) -> tuple[int, ...]:
-    """Of two seeds in five some layers attend to the last tokens alone, and of some seeds all do."""
+    """Return the layers' windows. In two seeds of five some layers attend to the last tokens alone, in some all do."""
     draw = random.Random(f"windows of {seed}")
     if draw.random() < 0.6:
         return (0,) * num_layers
@@ -337,7 +337,8 @@ def _windows(seed: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _with_room_for_windows(scenario: Scenario, largest: int) -> Scenario:
-    """As many blocks for the largest request, more or less, as if all layers kept everything in one group."""
+    """Return the scenario with as many blocks for the largest request, more or less, as if all layers kept
+    everything."""
     groups, size = group_layers(scenario.windows), scenario.decode_block_size
 
     def blocks(given: int, step_tokens: int) -> int:

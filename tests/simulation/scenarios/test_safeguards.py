@@ -14,28 +14,28 @@ from msgspec.structs import replace
 
 from tests.simulation.scenarios.run import run_scenario
 from tests.simulation.scenarios.scenario import Scenario, make_scenario
-from twostroke.decode_worker.jobs import DecodeJob
-from twostroke.decode_worker.preemption import Swapping
-from twostroke.decode_worker.scheduler import DecodeScheduler
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.transfer import IncomingLane, OutgoingTransfer
 from twostroke.model.step import BlockCopy
-from twostroke.prefill_worker.scheduler import PrefillJob, PrefillScheduler
+from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.verdicts import Verdict
+from twostroke.router.attempt_events import SuspectRequest
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.health.poison import SuspectRequest, Suspects
+from twostroke.router.health.poison import Suspects
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.block_index import BlockIndex
-from twostroke.worker.block_pool import BlockPool
-from twostroke.worker.life import StepLoop
-from twostroke.worker.scheduler import Scheduler, Swap
-from twostroke.worker.sequence import SequenceState
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.job import WorkerJob
+from twostroke.worker.scheduling.preemption import Preemptor, Swapping
+from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.step import Swap
+from twostroke.worker.step_loop import StepLoop
 from twostroke.worker.token_server import TokenServer
 
 MOST_SEEDS = 4000
@@ -87,38 +87,38 @@ def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
     return _begin_chunk(lane, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
 
 
-@sabotage("blocks are freed before the transfer into them is cancelled", DecodeScheduler, "_release_if_unused")
-def _release_while_receiving(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+@sabotage("blocks are freed before the transfer into them is cancelled", Scheduler, "_release_if_unused")
+def _release_while_receiving(scheduler: Scheduler, job: WorkerJob) -> None:
     if job.has_ended and not job.under_way:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(scheduler.pool)
 
 
-@sabotage("blocks are freed while a step writes into them", DecodeScheduler, "_release_if_unused")
-def _release_in_the_middle_of_a_step(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+@sabotage("blocks are freed while a step writes into them", Scheduler, "_release_if_unused")
+def _release_in_the_middle_of_a_step(scheduler: Scheduler, job: WorkerJob) -> None:
     if job.has_ended and not job.is_receiving:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(scheduler.pool)
 
 
-@sabotage("blocks are freed while a step ahead will write into them", DecodeScheduler, "_release_if_unused")
-def _release_before_a_step_ahead_has_ended(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+@sabotage("blocks are freed while a step ahead will write into them", Scheduler, "_release_if_unused")
+def _release_before_a_step_ahead_has_ended(scheduler: Scheduler, job: WorkerJob) -> None:
     if job.has_ended and len(job.under_way) < 2 and not job.is_receiving:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(scheduler.pool)
 
 
-@sabotage("blocks are freed before they are copied out", DecodeScheduler, "_send_back")
-def _release_before_the_copy(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+@sabotage("blocks are freed before they are copied out", Scheduler, "send_back")
+def _release_before_the_copy(scheduler: Scheduler, job: WorkerJob) -> None:
     is_copying, job.is_copying = job.is_copying, False
     _send_back(scheduler, job)
     job.is_copying = is_copying
 
 
 @sabotage("a prefix that did not come is taken for one that did", Scheduler, "pull_failed", "part_transfers", 440)
-def _believe_in_a_failed_pull(scheduler: Scheduler[Any], job: DecodeJob) -> None:
+def _believe_in_a_failed_pull(scheduler: Scheduler, job: WorkerJob) -> None:
     scheduler.pulled(job)
 
 
 @sabotage("KV comes back to other blocks", Swapping, "swap_in")
-def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob, pool: BlockPool) -> Swap[DecodeJob] | None:
+def _bring_back_to_the_beginning(swapping: Swapping, job: WorkerJob, pool: BlockPool) -> Swap | None:
     swap = _swap_in(swapping, job, pool)
     if swap is None:
         return None
@@ -127,19 +127,19 @@ def _bring_back_to_the_beginning(swapping: Swapping, job: DecodeJob, pool: Block
 
 
 @sabotage("host blocks are never freed", Swapping, "release")
-def _never_give_host_blocks_back(swapping: Swapping, job: DecodeJob) -> None:
+def _never_give_host_blocks_back(swapping: Swapping, job: WorkerJob) -> None:
     """Nor those of requests that have ended."""
 
 
-@sabotage("steps run ahead of what they must know", DecodeScheduler, "_can_run_ahead")
-def _never_wait_to_run_ahead(scheduler: DecodeScheduler, in_flight: Any, decodes: Sequence[DecodeJob]) -> bool:
+@sabotage("steps run ahead of what they must know", Preemptor, "may_run_ahead")
+def _never_wait_to_run_ahead(preemptor: Preemptor, in_flight: Any, decodes: Sequence[WorkerJob]) -> bool:
     return True
 
 
-@sabotage("blocks are freed while they are being sent", PrefillScheduler, "_release_if_unused")
-def _release_while_sending(scheduler: PrefillScheduler, job: PrefillJob) -> None:
+@sabotage("blocks are freed while they are being sent", Scheduler, "_release_if_unused")
+def _release_while_sending(scheduler: Scheduler, job: WorkerJob) -> None:
     if job.has_ended and not job.under_way:
-        job.sequence.reset(scheduler._pool)
+        job.sequence.reset(scheduler.pool)
 
 
 @sabotage("blocks are named too early", SequenceState, "_publish_full_blocks")
@@ -150,7 +150,7 @@ def _publish_what_is_not_computed(sequence: SequenceState, pool: BlockPool) -> N
     sequence.num_computed = computed
 
 
-@sabotage("offers are kept for requests that have ended", KVReceiver, "refuse", seen_by=81)
+@sabotage("offers are kept for requests that have ended", KVReceiver, "refuse_offer", seen_by=81)
 def _keep_offers_for_ever(receiver: KVReceiver, ticket: Ticket) -> None:
     is_kept = ticket.transfer_id in receiver._kept
     _refuse(receiver, ticket)
@@ -158,8 +158,8 @@ def _keep_offers_for_ever(receiver: KVReceiver, ticket: Ticket) -> None:
         receiver._kept.add(ticket.transfer_id)
 
 
-@sabotage("some blocks are never freed", DecodeScheduler, "_release_if_unused")
-def _forget_to_release(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+@sabotage("some blocks are never freed", Scheduler, "_release_if_unused")
+def _forget_to_release(scheduler: Scheduler, job: WorkerJob) -> None:
     if job.has_ended and job.request.request_id.endswith("3"):
         return
     _release_decode(scheduler, job)
@@ -194,18 +194,18 @@ def _call_what_was_sent_a_prompt(
     return replace(tried, num_prompt_tokens=len(tried.token_ids))
 
 
-@sabotage("nobody is accused of workers' deaths", Suspects, "accused_of", "poison")
-def _accuse_nobody(suspects: Suspects, case: SuspectRequest) -> tuple[Peer, ...]:
+@sabotage("nobody is accused of workers' deaths", Suspects, "killed_by", "poison")
+def _accuse_nobody(suspects: Suspects, suspect: SuspectRequest) -> tuple[Peer, ...]:
     return ()
 
 
 @sabotage("the guilty may try again", Suspects, "check", "poison")
-def _forget_the_guilty(suspects: Suspects, case: SuspectRequest) -> None:
+def _forget_the_guilty(suspects: Suspects, suspect: SuspectRequest) -> None:
     """They may try again, at other workers."""
 
 
-@sabotage("each router has verdicts of its own", TokenServer, "_pass_on", "poison")
-def _keep_verdicts_to_itself(server: TokenServer, verdicts: Sequence[Verdict], *, but_to: str) -> None:
+@sabotage("each router blocks requests for itself", TokenServer, "_pass_on", "poison")
+def _pass_nothing_on(server: TokenServer, blocked: Sequence[BlockedRequest], *, but_to: str) -> None:
     """Other routers find out by themselves."""
 
 
@@ -214,8 +214,8 @@ def _take_all_requests(life: StepLoop) -> None:
     """Those that come while it drains, too."""
 
 
-@sabotage("who gives way keeps its blocks", DecodeScheduler, "_send_back")
-def _send_back_with_blocks(scheduler: DecodeScheduler, job: DecodeJob) -> None:
+@sabotage("who gives way keeps its blocks", Scheduler, "send_back")
+def _send_back_with_blocks(scheduler: Scheduler, job: WorkerJob) -> None:
     job.is_copying, is_copying = True, job.is_copying
     _send_back(scheduler, job)
     job.is_copying = is_copying
@@ -229,14 +229,14 @@ def _overlook_gaps(index: BlockIndex, worker: Peer, message: BlocksHeld | Blocks
     return _heard(index, worker, message)
 
 
-@sabotage("decode workers don't hear of failed prefills", Attempt, "_tell_of_failed_prefill", "refuse_prefill")
-async def _never_tell_of_failed_prefill(attempt: Attempt) -> None:
+@sabotage("decode workers don't hear of failed prefills", Attempt, "_take_over_prefill", "refuse_prefill")
+async def _never_take_over_prefill(attempt: Attempt) -> None:
     """The decode worker waits for KV that will not come."""
 
 
-@sabotage("decode workers compute at once what may have killed another", DecodeScheduler, "wait_on", "poison")
-def _compute_at_once(scheduler: DecodeScheduler, job: DecodeJob) -> None:
-    """What the prefill worker has died of."""
+@sabotage("decode workers compute at once what may have killed another", Scheduler, "wait_on", "poison")
+def _compute_at_once(scheduler: Scheduler, job: WorkerJob) -> None:
+    """Compute at once what the prefill worker has died of."""
 
 
 @sabotage("lost routers' requests go on", TokenServer, "_drop", "lose_router")
@@ -244,24 +244,24 @@ def _drop_silently(server: TokenServer, router_id: str, connection: Any) -> None
     server._routers.pop(router_id, None)
 
 
-@sabotage("refusals count as a worker's failures", WorkerRecords, "failed", "overload")
+@sabotage("refusals count as a worker's failures", WorkerRecords, "_failed", "overload")
 def _hold_refusals_against_workers(
-    records: WorkerRecords, case: SuspectRequest, worker: Peer, error: TwostrokeError
+    records: WorkerRecords, suspect: SuspectRequest, worker: Peer, error: TwostrokeError
 ) -> None:
-    _failed(records, case, worker, error)
+    _failed(records, suspect, worker, error)
     if isinstance(error, RequestError):
         records._ejection.failed(worker)
 
 
-_failed = WorkerRecords.failed
+_failed = WorkerRecords._failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
-_refuse = KVReceiver.refuse
+_refuse = KVReceiver.refuse_offer
 _publish = SequenceState._publish_full_blocks
-_send_back = DecodeScheduler._send_back
+_send_back = Scheduler.send_back
 _swap_in = Swapping.swap_in
-_release_decode = DecodeScheduler._release_if_unused
+_release_decode = Scheduler._release_if_unused
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.what)

@@ -27,7 +27,7 @@ TOO_LONG = 1.6
 
 
 class Stage(Protocol):
-    """Who has the processes."""
+    """The processes of a run."""
 
     @property
     def processes(self) -> list[Process]: ...
@@ -64,7 +64,7 @@ class Faults:
         self.over_s = loop.time()
 
     def count(self) -> Counter[str]:
-        """How often each kind of fault has hit something."""
+        """Return how often each kind of fault has hit something."""
         self.fired["swap bytes"] += self.links.chunks_swapped
         self.fired["stall bytes"] += self._stalls_ordered - len(self.links.stalls_s)
         for (kind, _), times in self.mangler.fired.items():

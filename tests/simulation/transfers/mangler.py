@@ -38,7 +38,7 @@ _RARE: tuple[type[Message], ...] = (Hello, Welcome, Abort, Awaited)
 
 @dataclass
 class _Order:
-    """What to do to some messages of one type that come next."""
+    """Order to mangle some of the next messages of one type."""
 
     kind: str
     victim: type[Message]
@@ -72,7 +72,7 @@ class Mangler:
         self._announced: dict[tuple[MemoryConnection, bytes], dict[int, tuple[Run, ...]]] = {}  # by sequence
 
     def order(self, kind: str, which: int, times: int) -> None:
-        """From now on, until it has been done `times` times."""
+        """Mangle from now on, until it has been done `times` times."""
         draw = random.Random(which)
         victim: type[Message] = draw.choice(_LIKELY if draw.random() < 0.8 else _RARE)
         if kind == "lie in messages":
@@ -154,7 +154,7 @@ class Mangler:
             self._orders.remove(order)
 
     def _lie(self, order: _Order, connection: MemoryConnection, message: Message) -> Message | None:
-        """What a source says, or hears, so that it sends what it must not; None where there is nothing to lie about."""
+        """Return a lie that makes a source send what it must not; None where there is nothing to lie about."""
         if isinstance(message, Grant):
             return replace(message, skip_tokens=0) if message.skip_tokens else None
         return self._lie_about(order, connection, message) if isinstance(message, Chunk) else None

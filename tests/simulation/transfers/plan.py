@@ -1,4 +1,4 @@
-"""What a seed means: workers, transfers and faults. Pure; the same seed gives the same plan.
+"""Meaning of a seed: workers, transfers and faults. Pure; the same seed gives the same plan.
 
 Times are virtual seconds, on a scale of their own: a lease is 0.3 s, a message takes half a millisecond.
 """
@@ -84,7 +84,7 @@ class TransferPlan:
     hold_s: float  # the target reads what it got for so long before it lets go of it
 
     def compute_s(self, num_layers: int) -> float:
-        """How long the source computes."""
+        """Return the seconds that the source computes."""
         return len(self.steps) * num_layers * self.layer_s
 
 
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def is_harmless(self) -> bool:
-        """What goes wrong is only slow, so every transfer that both sides want must arrive."""
+        """Return whether faults are only slow, so that every transfer that both sides want must arrive."""
         return not self._has_flood and all(fault.kind == "slow messages" for fault in self.faults)
 
 

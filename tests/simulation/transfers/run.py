@@ -32,12 +32,12 @@ from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.virtual_loop import describe, run_virtually
 
 END_S = 4 * PROGRESS_S + 2 * LEASE_S
-"""How long a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""
+"""Seconds that a transfer may take beyond what its two sides take on purpose and what faults take from everybody."""
 
 
 @dataclass
 class Report(Counts):
-    """What lifecycles did."""
+    """Counts of what lifecycles did."""
 
     transfers: int = 0
     late: int = 0  # begun when all faults were past

@@ -1,4 +1,4 @@
-"""What the workers on both sides of a transfer do: as they should, or as they should not."""
+"""Workers on both sides of a transfer, which do as they should, or as they should not."""
 
 import asyncio
 import contextlib
@@ -102,13 +102,13 @@ class Sides:
     open: dict[tuple[int, str], Side] = field(default_factory=dict)  # by transfer and side; those that have not ended
 
     async def send(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
-        """What a worker does that computes a prompt, or has its KV in the cache."""
+        """Send as a worker does that computes a prompt, or has its KV in the cache."""
         if one.source_act == "never open":
             return "never opened"
         if one.source_act == "decline":
             if ticket.source == process.peer:
                 for rank in process.ranks:
-                    rank.sender.decline(ticket, "nothing is here")
+                    rank.sender.decline_transfer(ticket, "nothing is here")
             return "declined"
         tables = [_allocate(rank, one.num_tokens) for rank in process.ranks]
         for rank, table in zip(process.ranks, tables, strict=True):
@@ -118,7 +118,7 @@ class Sides:
         if one.source_act == "flood":
             await self._flood(process, one)
         transfers = [
-            rank.sender.open(ticket, one.num_tokens, table, one.num_ready_tokens)
+            rank.sender.begin_transfer(ticket, one.num_tokens, table, one.num_ready_tokens)
             for rank, table in zip(process.ranks, tables, strict=True)
         ]
         self.open[one.number, "source"] = Side(process, ticket, transfers)
@@ -175,7 +175,7 @@ class Sides:
         """Send on a ticket that is good for nothing: it is a problem where that arrives."""
         rank = process.ranks[0]
         table = _allocate(rank, one.num_tokens)
-        transfer = rank.sender.open(ticket, one.num_tokens, table, one.num_tokens)
+        transfer = rank.sender.begin_transfer(ticket, one.num_tokens, table, one.num_tokens)
         transfer.commit(_token(one))
         try:
             await transfer.done()
@@ -198,7 +198,7 @@ class Sides:
                 target.addresses,
                 **cuts_of(process, target),
             )
-            floods.append(rank.sender.open(ticket, 1, table, 1))
+            floods.append(rank.sender.begin_transfer(ticket, 1, table, 1))
         await asyncio.sleep(one.source_act_after_s)
         self.check_offers()
         for flood in floods:
@@ -219,20 +219,20 @@ class Sides:
             await asyncio.sleep(one.source_act_after_s)
 
     async def receive(self, process: Process, one: TransferPlan, ticket: Ticket, truth: Array) -> str:
-        """What a worker does that expects KV."""
+        """Receive as a worker does that expects KV."""
         if one.target_act == "never expect":
             return "never expected"
         if one.target_act == "refuse":
             for rank in process.ranks:
-                rank.receiver.refuse(ticket)
+                rank.receiver.refuse_offer(ticket)
             return "refused"
         if one.target_act in ("wait for the offer", "wait for room") and not await self._offered(process, one, ticket):
             for rank in process.ranks:
-                rank.receiver.refuse(ticket)
+                rank.receiver.refuse_offer(ticket)
             return "no offer"
         if one.target_act == "wait for room":
             for rank in process.ranks:
-                rank.receiver.keep(ticket)
+                rank.receiver.keep_offer(ticket)
             await asyncio.sleep(one.room_s)
         num_tokens = one.num_tokens + (one.target_act == "other size")
         skip = min(one.num_skip_tokens, one.num_tokens) if one.target_act != "other size" else 0
@@ -241,7 +241,7 @@ class Sides:
             _write(rank, table, truth, 0, skip)
             rank.store.protected.update(_whole_blocks(rank.store, table, skip, num_tokens))
         transfers = [
-            rank.receiver.expect(ticket, table, num_tokens, skip)
+            rank.receiver.expect_transfer(ticket, table, num_tokens, skip)
             for rank, table in zip(process.ranks, tables, strict=True)
         ]
         if one.target_act == "expect twice":
@@ -258,7 +258,7 @@ class Sides:
         return outcome
 
     async def _offered(self, process: Process, one: TransferPlan, ticket: Ticket) -> bool:
-        """Whether the offer comes, to all ranks, within the time that a worker waits for it."""
+        """Return whether the offer comes, to all ranks, within the time that a worker waits for it."""
         clock = asyncio.get_running_loop().time
         until = clock() + PROGRESS_S
         while not all(rank.receiver.has_offer(ticket) for rank in process.ranks):
@@ -302,7 +302,7 @@ class Sides:
         """Use a ticket for a second transfer, which must fail at once."""
         rank = process.ranks[0]
         table = _allocate(rank, one.num_tokens)
-        if not rank.receiver.expect(ticket, table, one.num_tokens, 0).ended:
+        if not rank.receiver.expect_transfer(ticket, table, one.num_tokens, 0).ended:
             self.problems.append(f"the ticket of transfer {one.number} was good for two")
         _free(rank, table)
 
@@ -336,7 +336,7 @@ def _token(one: TransferPlan) -> SampledToken | None:
 
 
 def cuts_of(source: Process, target: Process) -> dict[str, RankCut]:
-    """What a ticket says of both workers' ranks."""
+    """Return a ticket's cuts of both workers' ranks."""
     return {"source_cut": source.ranks[0].store.layout.cut, "target_cut": target.ranks[0].store.layout.cut}
 
 

@@ -20,7 +20,7 @@ from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
 from twostroke.kvtransfer.rules import lifecycle
 from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState, TransferEvent
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.sides import UsedTickets
+from twostroke.kvtransfer.tickets import UsedTickets
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
 from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane
 from twostroke.protocol.errors import ConnectionLost
@@ -43,18 +43,19 @@ class Sabotage:
 
 
 def _verify_anything(secret: bytes, ticket: Ticket, *, source: Peer, target: Peer) -> None:
-    """As if the signature were right."""
+    """Verify nothing, as if every signature were right."""
     if (ticket.source, ticket.target) != (source, target):
         verify_ticket(secret, ticket, source=source, target=target)
 
 
 def _verify_any_epoch(secret: bytes, ticket: Ticket, *, source: Peer, target: Peer) -> None:
-    """As if all incarnations of a worker were one."""
+    """Verify no epoch, as if all incarnations of a worker were one."""
     verify_ticket(secret, ticket, source=ticket.source, target=ticket.target)
 
 
 def _be_whoever_is_looked_for(connection: ReceiverConnection, hello: Hello) -> Any:
-    """So that neither the source's look at the Welcome nor the chunks' seals tell the epochs apart."""
+    """Claim the identity that the peer looks for, so that neither the Welcome nor the chunks' seals tell the epochs
+    apart."""
     connection._receiver = copy(connection._receiver)
     connection._receiver.peer = hello.receiver
     return _fit(connection, hello)
@@ -105,7 +106,7 @@ def _let_skipped_units_come(lane: IncomingLane, chunk: Chunk) -> str | None:
 
 
 def _find_no_fault(lane: IncomingLane, chunk: Chunk) -> str | None:
-    """As if a chunk in its turn were always right."""
+    """Find no fault, as if a chunk in its turn were always right."""
     if chunk.sequence != lane._num_announced:
         return _fault(lane, chunk)
     lane._num_announced += 1
@@ -193,7 +194,7 @@ def _do_later(work: Coroutine[None, None, None]) -> None:
 
 
 async def _leave_the_movers_for_a_while(*parts: Coroutine[None, None, None]) -> str:
-    """As if the end of a connection did not have to wait for what still moves on its link."""
+    """Leave the movers for a while, as if a connection's end need not wait for what still moves on its link."""
     if not parts[0].__qualname__.endswith("_move"):
         return await run_until_lost(*parts)
     tasks = [asyncio.get_running_loop().create_task(part) for part in parts]

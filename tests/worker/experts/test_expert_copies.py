@@ -55,7 +55,7 @@ def test_a_hot_experts_tokens_are_shared_out_and_even_loads_are_left_alone() -> 
 
 
 class Ranks:
-    """What each slot of each rank holds, byte by byte the expert's number; and what steps read of it."""
+    """The slots of each rank, byte by byte the expert's number, and what steps read of them."""
 
     def __init__(self, balance: ExpertBalance, number: int, room: Room, layers: int):
         self.balance = balance

@@ -1,4 +1,4 @@
-"""How unevenly experts are chosen, from counts made up."""
+"""The skew of experts' choices, from made-up counts."""
 
 import math
 

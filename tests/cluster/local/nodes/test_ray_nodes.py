@@ -34,7 +34,7 @@ exec sleep 1000
 
 
 def test_a_node_that_does_not_come_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a real one does on a busy machine: here by a `ray` that fails once."""
+    """A real node fails on a busy machine; here a `ray` fails once."""
     (tmp_path / "ray").write_text(_RAY, encoding="utf-8")
     (tmp_path / "ray").chmod(0o700)
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,282 @@
+"""`twostroke bench engine`: prefill and decode speed of one CPU engine, as shares of what this machine can do.
+
+A shared machine's memory bandwidth jumps several-fold within a minute, so absolute figures mislead. Limit and subject
+are measured in turns (limit, subject, limit, ...), each subject is divided by the limits on both sides of it, and the
+median of these ratios is what counts. The floor of a step is max(bytes / read bandwidth, operations / GEMM rate); the
+GEMM rate that prefill is held against is measured with the model's own projections. What quantisation gains at batch 1
+is measured in turns too, step by step, with one engine for each kind of weights.
+
+Models are random: what speed depends on is their shape.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from twostroke.benchmarks.console import positive, say
+from twostroke.benchmarks.engines.hardware import prefill_machine
+from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.checkpoint.weights import SINGLE_FILE
+from twostroke.model.config import Quantization
+from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
+from twostroke.model.costs.sizes import expected_shapes
+from twostroke.model.engine_config import EngineConfig
+from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.machine_limits import LimitsMeter
+from twostroke.model.served import Way
+from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.requests import SamplingParams
+
+SHAPES = Path(__file__).with_name("shapes.json")
+MODELS: Mapping[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
+"""Shapes of random models, by name. Notes on them, where the name does not say all:
+
+160m             GPT-2 small's layers, with grouped-query attention: 125 million parameters
+1.2b, smollm2    Llama-3.2-1B; SmolLM2-135M
+mla-small        the attention of DeepSeek-V2-Lite, in fewer layers, all of them dense: 520 million parameters
+moe-small        as Qwen3-MoE, narrow: 860 million parameters, of which a token takes 160
+moe-1.2b-active  as Qwen3-MoE, of 1.2b's size for a token: its MLPs are eight of 32 experts
+"""
+_DISTINCT = 1 << 22  # values, repeated: drawing a billion takes longer than measuring
+
+
+def write_random_model(folder: Path, name: str = "160m", *, max_position: int = 4096) -> None:
+    """A bf16 checkpoint of a shape in MODELS; small weights, so that nothing overflows."""
+    (folder / "config.json").write_text(json.dumps({**MODELS[name], "max_position_embeddings": max_position}))
+    values = (torch.randn(_DISTINCT, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor, shape in expected_shapes(load_model_config(folder)):
+        count = math.prod(shape)
+        tensors[tensor] = values.repeat(-(-count // _DISTINCT))[:count].view(shape)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+BLOCK_SIZE = 16
+BATCHES = (1, 8, 32)
+SWEPT = (1, 2, 4, 8, 16, 32, 64)
+KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
+GREEDY = SamplingParams(temperature=0.0)
+UNKNOWN = MachineLimits(math.inf, math.inf)
+
+Turns = dict[str, list["EngineFigures"]]
+"""Figures of each round, by subject."""
+
+
+class EngineFigures(NamedTuple):
+    """The figures of one turn, or medians over all."""
+
+    tokens_per_s: float
+    over_floor: float  # floor / time
+    over_gemm: float  # operations / time / GEMM rate
+    over_read: float  # bytes / time / read bandwidth
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A participant in turns: an engine, the steps that it is given, and the least work of one of them."""
+
+    loaded: LoadedEngine
+    steps: Sequence[Sequence[SequenceStep]]
+    work: OperationWork
+
+    async def step_s(self) -> float:
+        """Run all steps; return the seconds of one."""
+        begin = time.perf_counter()
+        for batch in self.steps:
+            await self.loaded.engine.step(batch)
+        return (time.perf_counter() - begin) / len(self.steps)
+
+
+async def in_turns(
+    what: str, subjects: Mapping[str, Subject], rounds: int, machine: LimitsMeter | None = None
+) -> Turns:
+    """Return each subject's figures of each round, by which they can be divided: all see the same machine.
+
+    The limits are measured between the rounds; without a machine shares of them are 0.
+    """
+    for subject in subjects.values():
+        await replace(subject, steps=subject.steps[:2]).step_s()
+    turns: Turns = {name: [] for name in subjects}
+    before = machine.measure() if machine else UNKNOWN
+    for turn in range(rounds):
+        say(f"{what}: turn {turn + 1} of {rounds}")
+        seconds = {name: await subject.step_s() for name, subject in subjects.items()}
+        after = machine.measure() if machine else UNKNOWN
+        limits, before = before.mean(after), after
+        for name, step_s in seconds.items():
+            work = subjects[name].work
+            shares = work.floor_s(limits), work.operations / limits.gemm, work.bytes / limits.read
+            turns[name].append(EngineFigures(work.tokens / step_s, *(share / step_s for share in shares)))
+    return turns
+
+
+def medians(results: Sequence[EngineFigures]) -> EngineFigures:
+    return EngineFigures(*(statistics.median(figures) for figures in zip(*results, strict=True)))
+
+
+def gain(turns: Turns, name: str, over: str) -> float:
+    """Return how many times as fast one subject is as another, by the median of the rounds."""
+    pairs = zip(turns[name], turns[over], strict=True)
+    return statistics.median(one.tokens_per_s / other.tokens_per_s for one, other in pairs)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `twostroke bench engine`."""
+    parser.add_argument("--model", choices=MODELS, default="160m", help="the shape of the random model")
+    parser.add_argument("--quantization", choices=KINDS, default="none", help="of the engine that is measured whole")
+    parser.add_argument("--way", choices=("native", "transformers"), default="native", help="who computes the layers")
+    parser.add_argument(
+        "--against",
+        choices=MODELS,
+        default=None,
+        help="decode in turns with a model of this shape, and measure no more",
+    )
+    parser.add_argument("--rounds", type=positive, default=7, help="turns of limit and subject; medians are reported")
+    parser.add_argument("--threads", type=positive, default=None, help="cores to use; default: all")
+    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="length of the prompt that prefill reads")
+    parser.add_argument("--context", type=positive, default=256, help="tokens of context of each decoding sequence")
+    parser.add_argument("--steps", type=positive, default=16, help="decode steps a turn")
+    parser.add_argument(
+        "--sweep",
+        type=Path,
+        metavar="FILE",
+        help="decode at batches 1 to 64 alone, and draw a PNG of what this machine's limits allow beside it",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; the last line of stdout is one JSON object. Returns the exit code. Raises ConfigError."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as closing:
+
+        def load(
+            shape: str = args.model, quantization: Quantization = args.quantization, way: Way = args.way
+        ) -> LoadedEngine:
+            path = Path(folder) / shape
+            if not path.exists():
+                say(f"writing a random model of the shape {shape}")
+                path.mkdir()
+                write_random_model(path, shape, max_position=max(4096, args.prompt_tokens))
+            loaded = _load(path, quantization, args, way)
+            closing.callback(loaded.engine.close)
+            return loaded
+
+        held = "bf16" if args.quantization == "none" else args.quantization
+        if args.against is not None:
+            print(f"{args.model} and {args.against}, {held}")
+            figures = asyncio.run(_measure_pair(load(), load(args.against), args))
+        elif args.sweep is not None:
+            print(f"{args.model}, {held}, {args.way}, contexts of {args.context} tokens")
+            from twostroke.benchmarks.engines.sweep import (
+                measure_sweep,  # which draws; hosts of GPUs have no matplotlib
+            )
+
+            figures = asyncio.run(measure_sweep(load(), args))
+        else:
+            print(f"{args.model}, {held}, {args.way}")
+            figures = asyncio.run(_measure_all(load, args))
+    print(json.dumps({name: round(one, 3) if isinstance(one, float) else one for name, one in figures.items()}))
+    return 0
+
+
+def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, way: Way) -> LoadedEngine:
+    largest = max(SWEPT if args.sweep else BATCHES)
+    most_tokens = max(args.prompt_tokens, largest * (args.context + args.steps + BLOCK_SIZE))
+    groups = load_model_config(folder).kv_groups
+    return load_engine(
+        EngineConfig(
+            folder,
+            way=way,
+            dtype="bfloat16",
+            quantization=quantization,
+            threads=args.threads,
+            block_size=BLOCK_SIZE,
+            num_blocks=(-(-most_tokens // BLOCK_SIZE) + 1) * groups.count,
+        )
+    )
+
+
+def prompt_step(tokens: int, groups: int, before: int = 0) -> SequenceStep:
+    """A prompt's chunk after `before` cached tokens, which draws. What the cache holds doesn't change the speed."""
+    ids = [1 + number % 31000 for number in range(tokens)]
+    table = range(-(-(before + tokens) // BLOCK_SIZE) * groups)
+    return SequenceStep(ids, before, table, Draw(GREEDY, [1] * before + ids, before + tokens))
+
+
+def decode_step(batch: int, position: int, width: int) -> list[SequenceStep]:
+    """One token of each of `batch` sequences, with `width` blocks of their own."""
+    tables = [range(row * width, (row + 1) * width) for row in range(batch)]
+    draw = Draw(GREEDY, [1] * (position + 1), 1)
+    return [SequenceStep([1 + row], position, table, draw) for row, table in enumerate(tables)]
+
+
+def decodes(loaded: LoadedEngine, batch: int, args: argparse.Namespace) -> Subject:
+    config = loaded.model_config
+    width = -(-(args.context + args.steps + 1) // BLOCK_SIZE) * config.kv_groups.count
+    steps = [decode_step(batch, args.context + number, width) for number in range(args.steps)]
+    return Subject(loaded, steps, decode_work(config, batch, args.context + args.steps / 2, args.quantization))
+
+
+async def _measure_all(load: Callable[..., LoadedEngine], args: argparse.Namespace) -> dict[str, float]:
+    loaded, rounds = load(), args.rounds
+    config = loaded.model_config
+    work = prefill_work(config, args.prompt_tokens, args.quantization)
+    subject = Subject(loaded, [[prompt_step(args.prompt_tokens, config.kv_groups.count)]], work)
+    machine = prefill_machine(config, args.prompt_tokens)
+    results = {"prefill": medians((await in_turns("prefill", {"": subject}, rounds, machine))[""])}
+    machine = LimitsMeter()
+    for batch in BATCHES:
+        turns = await in_turns(f"decode at batch {batch}", {"": decodes(loaded, batch, args)}, rounds, machine)
+        results[f"decode_b{batch}"] = medians(turns[""])
+    print(f"{'':12}{'tokens/s':>12}{'of floor':>10}{'of GEMM':>10}{'of read':>10}")
+    for name, result in results.items():
+        shares = "".join(f"{share:>10.2f}" for share in (result.over_floor, result.over_gemm, result.over_read))
+        print(f"{name:12}{result.tokens_per_s:>12.1f}{shares}")
+    figures = {
+        "prefill_over_gemm": results["prefill"].over_gemm,
+        "decode_b1_over_bandwidth": results["decode_b1"].over_read,
+        "decode_b8_over_floor": results["decode_b8"].over_floor,
+        "decode_b32_over_floor": results["decode_b32"].over_floor,
+    }
+    kinds = {kind: loaded if kind == args.quantization else load(quantization=kind) for kind in KINDS}
+    subjects: dict[str, Subject] = {kind: decodes(engine, 1, args) for kind, engine in kinds.items()}
+    turns = await in_turns("bf16, int8 and int4 at batch 1", subjects, 2 * rounds)
+    for kind in KINDS[1:]:
+        figures[f"{kind}_b1_over_bf16"] = gain(turns, kind, "none")
+        print(f"batch 1 in {kind}: {gain(turns, kind, 'none'):.2f} times as fast as in bf16")
+    if args.way != "native":
+        subjects = {"ours": decodes(load(way="native"), 8, args), args.way: decodes(loaded, 8, args)}
+        turns = await in_turns("through transformers and by our own decoder at batch 8", subjects, 2 * rounds)
+        figures["decode_b8_over_native"] = gain(turns, args.way, "ours")
+        print(f"batch 8: {gain(turns, args.way, 'ours'):.2f} of the speed of our own decoder")
+    return figures | {f"{name}_tok_s": result.tokens_per_s for name, result in results.items()}
+
+
+async def _measure_pair(one: LoadedEngine, other: LoadedEngine, args: argparse.Namespace) -> dict[str, float]:
+    """Decode with two shapes: limit, one, the other, limit, ..."""
+    print(f"{'':12}" + "".join(f"{name:>18}{'of floor':>10}" for name in (args.model, args.against)) + f"{'ratio':>8}")
+    figures: dict[str, float] = {}
+    machine = LimitsMeter()
+    for batch in BATCHES:
+        pair = {"": decodes(one, batch, args), "against_": decodes(other, batch, args)}
+        turns = await in_turns(f"decode at batch {batch}", pair, args.rounds, machine)
+        results = {who: medians(of_one) for who, of_one in turns.items()}
+        shares = "".join(f"{result.tokens_per_s:>18.1f}{result.over_floor:>10.2f}" for result in results.values())
+        print(f"{f'decode_b{batch}':12}{shares}{gain(turns, '', 'against_'):>8.2f}")
+        for who, result in results.items():
+            figures[f"{who}decode_b{batch}_tok_s"] = result.tokens_per_s
+            figures[f"{who}decode_b{batch}_over_floor"] = result.over_floor
+    return figures

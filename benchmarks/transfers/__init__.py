@@ -1,0 +1,1 @@
+"""Benches of KV transfer, and the worker processes that they need."""

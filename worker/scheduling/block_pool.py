@@ -1,0 +1,321 @@
+"""The KV blocks of a worker: references, and a prefix cache of blocks without references.
+
+A block is in one of three states, and every operation is O(1) per block:
+
+    free      no reference, no name: its contents have no meaning
+    owned     one reference for each holder; it has a name once it is full and published
+    cached    no reference, but a name: `match` can revive it, `allocate` may evict it
+
+The end of a prompt within a block may have a name of its own, a tail. A request with the same prompt copies the block,
+and computes only its last token: so choices of one request share their prompt up to where they diverge.
+
+A prefix is cached where every group of layers (protocol/kv_layout.py) has what the tokens after it attend to: all of
+it, or the blocks of its window. A name is a hash and a group. Tables are lists of rows with a block for each group.
+
+Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event loop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from twostroke.protocol.blocks import BlockHash, NameChanges
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
+
+MOST_CHANGES = 65_536
+"""Most names of one window. Reporting more would take longer than reporting all names anew."""
+
+
+class BlockChanges:
+    """The names that entered a prefix cache, and those that left it, within one window of time.
+
+    A name that entered and left within the window is not reported. One that left and returned is reported as stored: it
+    is in another block now, which a reader of the cache, block by block, may have passed already. `began` is called
+    with the first change of every window.
+    """
+
+    def __init__(self, began: Callable[[], None]):
+        self._began = began
+        self._was_there: dict[BlockHash, bool] = {}  # by changed name: whether it was there at the beginning
+        self._stored: set[BlockHash] = set()  # those of them that are there now, and entered within the window
+        self._are_too_many = False
+
+    def published(self, name: BlockHash) -> None:
+        """Record that a block has this name now, which no other had."""
+        self._touch(name, was_there=False)
+        self._stored.add(name)
+
+    def evicted(self, name: BlockHash) -> None:
+        """Record that no block has this name any more."""
+        self._touch(name, was_there=True)
+        self._stored.discard(name)
+
+    def take(self) -> NameChanges | None:
+        """End the window, and begin another. Return None where too much has changed to be reported."""
+        was_there, stored, are_too_many = self._was_there, self._stored, self._are_too_many
+        self._was_there, self._stored, self._are_too_many = {}, set(), False
+        if are_too_many:
+            return None
+        removed = [name for name, was in was_there.items() if was and name not in stored]
+        return NameChanges(list(stored), removed)
+
+    def _touch(self, name: BlockHash, *, was_there: bool) -> None:
+        if not self._was_there:
+            self._began()
+        if len(self._was_there) < MOST_CHANGES:
+            self._was_there.setdefault(name, was_there)
+        elif name not in self._was_there:
+            self._are_too_many = True
+
+
+class OutOfBlocks(TwostrokeError):
+    """Fewer blocks can be allocated than were requested. None was taken."""
+
+
+class BlockPoolCorrupted(TwostrokeError):
+    """The pool's books contradict themselves: a block leaked, or has two owners. The worker can't go on."""
+
+
+class BlockPool:
+    """Reference counts over `num_blocks` block ids, with a prefix cache keyed by block hashes.
+
+    A sequence releases a window's first block for each that it takes at the window's end. So a window's block that
+    several sequences share counts once for each of them: each will need another in its place.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, groups: KVGroups = ONE_GROUP):
+        """`block_size` is in tokens. Raises ValueError unless both are positive."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks and tokens in them, not {num_blocks} blocks of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.groups = groups
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is warm
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the first is evicted next
+        self._names: list[BlockHash | None] = [None] * num_blocks
+        self._groups = [0] * num_blocks  # of those that have names
+        self._by_name: list[dict[BlockHash, int]] = [{} for _ in groups.windows]
+        self._by_tail: dict[BlockHash, int] = {}
+        self._tails: dict[int, BlockHash] = {}  # by block
+        self._num_shared = 0  # references to windows' blocks, beyond the first one of each
+        self._changes: BlockChanges | None = None  # while changes are recorded
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be allocated now, cached ones included; negative where more of windows are shared."""
+        return len(self._free) + len(self._cached) - self._num_shared
+
+    @property
+    def owned_blocks(self) -> int:
+        """Blocks with references: 0 on an idle worker."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    def references(self, block_id: int) -> int:
+        """Return the number of a block's references."""
+        return self._references[block_id]
+
+    def num_freed(self, block_ids: Iterable[int]) -> int:
+        """Return how many more blocks could be allocated once a table's holder has released it."""
+        return sum(
+            block_id != NO_BLOCK and (self._references[block_id] == 1 or self._is_of_window(block_id))
+            for block_id in block_ids
+        )
+
+    def lookup(self, hashes: Iterable[BlockHash]) -> int:
+        """Return the length of the longest cached prefix of `hashes`, in rows. Changes nothing."""
+        return len(self._find(hashes)) // self.groups.count
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Return the table of the longest cached prefix of `hashes`, with one more reference on each of its blocks.
+
+        Where `free_blocks` is negative then, the caller must release the table at once.
+        """
+        matched = self._find(hashes)
+        for block_id in matched:
+            if block_id == NO_BLOCK:
+                continue
+            if self._references[block_id] == 0:
+                del self._cached[block_id]
+            else:
+                self._num_shared += self._is_of_window(block_id)
+            self._references[block_id] += 1
+        return matched
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks with one reference each; evict the least recently released cached blocks if needed.
+
+        Raises OutOfBlocks, with nothing changed, where fewer are free.
+        """
+        if count > self.free_blocks:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.free_blocks} of {self.num_blocks} free")
+        allocated = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block_id in allocated:
+            self._references[block_id] = 1
+        return allocated
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Remove one reference from each block of a table, given in the order of their tokens. NO_BLOCK is skipped.
+
+        A published block without references stays cached; an unpublished one is free at once. The table's last
+        block goes first in the order of eviction: a prefix without its end is of use, an end without its prefix is not.
+        A block that has only a tail goes before all others.
+        Raises ValueError, with nothing changed, for a block without references or that is listed twice.
+        """
+        block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
+        self._require_owned(block_ids)
+        for block_id in reversed(block_ids):
+            self._references[block_id] -= 1
+            if self._references[block_id] > 0:
+                self._num_shared -= self._is_of_window(block_id)
+                continue
+            if self._names[block_id] is not None:
+                self._cached[block_id] = None
+            elif block_id in self._tails:
+                self._cached[block_id] = None
+                self._cached.move_to_end(block_id, last=False)
+            else:
+                self._free.append(block_id)
+
+    def publish(self, block_id: int, name: BlockHash, group: int = 0) -> None:
+        """Name a full, owned block. A name that another block has stays there: the caller's block remains unnamed.
+
+        Raises ValueError for a block without references, or that already has another name.
+        """
+        self._require_owned((block_id,))
+        current = self._names[block_id]
+        if current is not None and current != name:
+            raise ValueError(f"block {block_id} already holds other tokens")
+        by_name = self._by_name[group]
+        if name not in by_name:
+            by_name[name] = block_id
+            self._names[block_id] = name
+            self._groups[block_id] = group
+            if self._changes is not None and group == 0:
+                self._changes.published(name)
+
+    def publish_tail(self, block_id: int, name: BlockHash) -> None:
+        """Name the prompt tokens at the beginning of an owned block, whose holder only writes behind them.
+
+        A tail that has a block already stays there, and a block keeps the tail that it has.
+        """
+        self._require_owned((block_id,))
+        if name not in self._by_tail and block_id not in self._tails:
+            self._by_tail[name] = block_id
+            self._tails[block_id] = name
+
+    def take_tail(self, name: BlockHash) -> int | None:
+        """Return the block that begins with these tokens, with one more reference; None: there is none."""
+        block_id = self._by_tail.get(name)
+        if block_id is not None:
+            self._cached.pop(block_id, None)
+            self._references[block_id] += 1
+        return block_id
+
+    def names(self, first: int, end: int) -> list[BlockHash]:
+        """Return the names in the prefix cache of blocks `first` up to `end`, of the first group.
+
+        The other groups' names follow from these, except for windows of which blocks were evicted.
+        """
+        named = zip(self._names[first:end], self._groups[first:end], strict=True)
+        return [name for name, group in named if name is not None and group == 0]
+
+    def record_changes(self, began: Callable[[], None] | None) -> None:
+        """Record names that enter and leave from now on; `began` is that of BlockChanges. None: stop recording."""
+        self._changes = None if began is None else BlockChanges(began)
+
+    def take_changes(self) -> NameChanges | None:
+        """End the window of changes, like BlockChanges.take. Raises ValueError where nothing is recorded."""
+        if self._changes is None:
+            raise ValueError("no changes of names are recorded")
+        return self._changes.take()
+
+    def check_integrity(self) -> None:
+        """Recount everything. Raises BlockPoolCorrupted where the books are off. O(num_blocks): for idle workers."""
+        if min(self._references) < 0:
+            raise BlockPoolCorrupted(f"block {self._references.index(min(self._references))} has negative references")
+        unowned = sorted([*self._free, *self._cached])
+        if unowned != [block_id for block_id, count in enumerate(self._references) if count == 0]:
+            raise BlockPoolCorrupted("the unowned blocks are not those on the free and cached lists, once each")
+        names: list[dict[BlockHash, int]] = [{} for _ in self._by_name]
+        for block_id, (name, group) in enumerate(zip(self._names, self._groups, strict=True)):
+            if name is not None:
+                names[group][name] = block_id
+        if names != self._by_name or sum(map(len, names)) != self.num_blocks - self._names.count(None):
+            raise BlockPoolCorrupted("names and blocks do not match one to one")
+        shared = sum(
+            max(0, count - 1) for block_id, count in enumerate(self._references) if self._is_of_window(block_id)
+        )
+        if shared != self._num_shared:
+            raise BlockPoolCorrupted(f"{shared} references share windows' blocks, and {self._num_shared} were counted")
+        if {name: block_id for block_id, name in self._tails.items()} != self._by_tail:
+            raise BlockPoolCorrupted("tails and blocks do not match one to one")
+        if any(self._names[block_id] is not None or block_id in self._tails for block_id in self._free):
+            raise BlockPoolCorrupted("a free block has a name")
+        if any(self._names[block_id] is None and block_id not in self._tails for block_id in self._cached):
+            raise BlockPoolCorrupted("a cached block has no name")
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        tail, name = self._tails.pop(block_id, None), self._names[block_id]
+        if tail is not None:
+            del self._by_tail[tail]
+        if name is None:
+            if tail is None:
+                raise BlockPoolCorrupted(f"cached block {block_id} has no name")
+            return block_id
+        group = self._groups[block_id]
+        del self._by_name[group][name]
+        self._names[block_id] = None
+        if self._changes is not None and group == 0:
+            self._changes.evicted(name)
+        return block_id
+
+    def _find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The table of the longest cached prefix."""
+        groups, whole = self.groups, self._by_name[0]
+        if not groups.windowed:
+            found: list[int] = []
+            for name in hashes:
+                block_id = whole.get(name)
+                if block_id is None:
+                    break
+                found.append(block_id)
+            return found
+        return self._find_with_windows(list(hashes))
+
+    def _find_with_windows(self, hashes: Sequence[BlockHash]) -> list[int]:
+        groups, size = self.groups, self.block_size
+        length = len(hashes)
+        for group, window in enumerate(groups.windows):
+            if not window:
+                held = self._by_name[group]
+                length = next((row for row in range(length) if hashes[row] not in held), length)
+        held_from = dict.fromkeys(groups.windowed, length)  # rows from here up to `length` are held
+        while length:
+            for group, row in held_from.items():
+                held, first = self._by_name[group], groups.first_kept(group, length * size) // size
+                row = min(row, length)
+                while row > first and hashes[row - 1] in held:
+                    row -= 1
+                held_from[group] = row
+                if row > first:  # no shorter prefix that ends behind the gap is whole: its window begins before it
+                    length = row - 1
+                    break
+            else:
+                break
+        table = [NO_BLOCK] * (length * groups.count)
+        for group in range(groups.count):
+            for row in range(groups.first_kept(group, length * size) // size, length):
+                table[row * groups.count + group] = self._by_name[group][hashes[row]]
+        return table
+
+    def _is_of_window(self, block_id: int) -> bool:
+        return self.groups.windows[self._groups[block_id]] > 0
+
+    def _require_owned(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks or self._references[block_id] == 0:
+                raise ValueError(f"block {block_id} has no owner")
+        if len(set(block_ids)) != len(block_ids):
+            raise ValueError("a block is listed twice")

@@ -1,0 +1,504 @@
+"""The scheduler of a worker of either role: which requests share the next step, which wait, and who holds blocks. Pure.
+
+No I/O, no clock, no asyncio. A request's way:
+
+1. It waits for its turn (queue_order.py), and until all blocks that it needs so far can be reserved at once.
+2. Its KV arrives by a transfer, or is computed here in chunks.
+3. It decodes one token a step while it has a place in the batch. A prefill worker's request ends with its first token.
+4. Its blocks are released once it has ended and neither a step nor a transfer uses them.
+
+A step may be scheduled while the one before it is under way ("ahead"). Decodes go on with the token that is being
+drawn, and prompts with their next chunk. A request that turns out to have ended leaves a row whose token is dropped.
+
+A prompt whose prefix another worker may offer waits for that offer, without blocks and without holding others up.
+Admitted in its turn, it takes part in no step until the KV is in its blocks, or fails to arrive; then the rest is
+computed in the same blocks. An offer holds blocks at the other worker. So where blocks are short here, all offers that
+wait are declined: otherwise workers would wait for each other's blocks in a circle.
+
+A role is a `RolePolicy`. Who gives blocks back says preemption.py.
+"""
+
+from abc import ABC, abstractmethod
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
+from twostroke.worker.config import WorkerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.scheduling.job import Phase, WorkerJob
+from twostroke.worker.scheduling.preemption import Preemptor, Swapping
+from twostroke.worker.scheduling.queue_order import NO_LIMIT, ClassShares, turn_of, turns
+from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.step import Admitted, DrawnToken, PromptBudget, ScheduledStep, StepEntry, Swap
+
+
+class RolePolicy(ABC):
+    """The decisions in which the roles differ: the batch, the prompts' budget, admission."""
+
+    is_prefill_only: ClassVar[bool]
+    """Requests end with their first token, so no step decodes."""
+
+    @abstractmethod
+    def check_fits(self, request: GenerateRequest, max_context: int, capacity: int) -> None:
+        """Raise RequestError for a request that could never run here; `capacity` is the whole cache's, in tokens."""
+
+    def choose(self, staying: Sequence[WorkerJob]) -> list[WorkerJob]:
+        """Return the running jobs that are in the next step, in the given order."""
+        return list(staying)
+
+    def settle(self, staying: Sequence[WorkerJob], chosen: Sequence[WorkerJob]) -> None:
+        """Account for a step with the `chosen` of the `staying` jobs."""
+        return
+
+    @abstractmethod
+    def prompt_budget(self, decodes: Iterable[WorkerJob]) -> PromptBudget:
+        """Return what a step in which these jobs decode has for prompts."""
+
+    @abstractmethod
+    def may_join(self, job: WorkerJob, staying: Sequence[WorkerJob], num_chunks: int) -> bool:
+        """Return True where the step has a place for a waiting job that is to be computed here."""
+
+    @abstractmethod
+    def blocks_to_leave(self, job: WorkerJob, scheduler: "Scheduler") -> int:
+        """Return how many blocks must be free after a job has been admitted."""
+
+    def expected_answer(self, job: WorkerJob) -> float:
+        """Return how many tokens of the job's answer are expected to be computed here."""
+        return 0.0
+
+    def answer_ended(self, job: WorkerJob) -> None:
+        """Learn from an answer that has ended."""
+        return
+
+
+class Scheduler:
+    """The requests of one worker, over one block pool, within the bounds of its settings and its role's policy."""
+
+    def __init__(self, pool: BlockPool, config: WorkerConfig, max_context: int, policy: RolePolicy, swapping: Swapping):
+        """`max_context` is the model's, in tokens."""
+        self.pool = pool
+        self.shares = ClassShares()
+        self.waiting: list[WorkerJob] = []  # by their turns
+        self.running: list[WorkerJob] = []  # in the order of arrival
+        self.transferring: set[WorkerJob] = set()
+        self.sending: set[WorkerJob] = set()
+        self.highest_priority: int | None = None  # of all requests so far
+        self.prefix_queries = 0  # counter: prompt tokens looked up
+        self.prefix_hits = 0  # counter: prompt tokens found
+        self.preemptor = Preemptor(self, swapping)
+        self._config = config
+        self._max_context = max_context
+        self._policy = policy
+        self._swapping = swapping
+        self._chunks: Counter[WorkerJob] = Counter()  # prompt tokens in the step that is being decided
+        self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
+        self._admitted: list[WorkerJob] = []  # not returned yet
+        self._declined: list[WorkerJob] = []  # not returned yet
+        self._swapped_in: list[Swap] = []  # in the step that is being decided
+        self._num_arrived = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in no step yet: without blocks, or with KV under way."""
+        return len(self.waiting) + len(self.transferring)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode, or whose prompt is being computed."""
+        return len(self.running)
+
+    @property
+    def decoding(self) -> Iterable[WorkerJob]:
+        """The requests that decode, those without a place in the batch included."""
+        return (job for job in self.running if job.sequence.num_uncomputed <= 1 and not job.is_prefill_only)
+
+    def waiting_work(self) -> Iterable[tuple[Promise, int]]:
+        """Yield each request's tokens that are still to be computed here before it decodes, where it has some."""
+        for jobs in (self.waiting, self.transferring, self.running):
+            for job in jobs:
+                if num_tokens := job.num_to_compute:
+                    yield job.request.promise, num_tokens
+
+    # --- requests ---
+
+    def add(
+        self, request: GenerateRequest, *, now: float, wants_transfer: bool = False, awaits_offer: bool = False
+    ) -> WorkerJob:
+        """Queue a request; `now` is in seconds of a clock that the caller keeps to.
+
+        With `awaits_offer` it is not admitted before `offered_prefix` or `no_prefix`, with `wants_transfer` not before
+        `offered` or `compute_here`.
+
+        Raises RequestError for one that could never run here, and, with status 429, for one too many. A preempted
+        request is queued again whatever the number.
+        """
+        pool, most = self.pool, self._config.max_waiting
+        capacity = pool.groups.tokens_in(pool.num_blocks, pool.block_size, self._config.max_step_tokens)
+        self._policy.check_fits(request, self._max_context, capacity)
+        sequence = SequenceState(request, pool.block_size, pool.groups, self._config.max_step_tokens)
+        if not sequence.token_ids:
+            raise RequestError("the prompt is empty", param="prompt")
+        if len(self.waiting) >= most:
+            raise RequestError(f"{most} requests wait here already", code="overloaded", status=429)
+        job = WorkerJob(sequence, now, awaits_offer, wants_transfer=wants_transfer)
+        job.is_prefill_only = self._policy.is_prefill_only
+        job.num_uncached = len(sequence.token_ids) - pool.lookup(sequence.matchable_hashes) * pool.block_size
+        job.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._wait(job)
+        priority = request.promise.priority
+        self.highest_priority = max(priority, priority if self.highest_priority is None else self.highest_priority)
+        return job
+
+    def end(self, job: WorkerJob) -> None:
+        """Schedule the job no more; its blocks are released once nothing uses them. Harmless when repeated.
+
+        A stop string ends a request this way too, so its answer is one to learn from.
+        """
+        if job.has_ended:
+            return
+        if job.has_begun and job.request.reading is None:
+            self._policy.answer_ended(job)
+        self._leave(job)
+        job.phase = Phase.ENDED
+        self._release_if_unused(job)
+
+    # --- steps ---
+
+    def schedule(self, in_flight: ScheduledStep | None = None) -> ScheduledStep:
+        """Decide the next step: decodes first, then chunks of prompts and admissions, in the order of their turns.
+
+        `in_flight` is the one step under way, if any, which the new one is to follow. On a decode worker the new step
+        is empty where it can't be decided before the end of that one: where a job must be preempted, or a draw depends
+        on the tokens before it. A step that swaps jobs out does nothing else: what that frees is known at its end.
+        Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
+        and for all but one of them before the next call.
+        """
+        staying = self.staying()
+        chosen = self._policy.choose(staying)
+        decodes = [job for job in chosen if job.is_decoding]
+        if not self._policy.is_prefill_only:
+            if in_flight is not None:
+                if not self.preemptor.may_run_ahead(in_flight, decodes):
+                    return ScheduledStep()
+            elif swaps := self.preemptor.free_blocks_for(decodes):
+                return ScheduledStep(swaps=swaps)
+            elif any(job.phase is not Phase.RUNNING for job in staying):
+                return self.schedule()  # the places of preempted jobs go to others, who need blocks to grow into too
+        self._policy.settle(staying, chosen)
+        follows = {} if in_flight is None else in_flight.drawing
+        entries = []
+        for job in decodes:
+            job.sequence.reserve(self.pool, job.num_under_way + 1)
+            entries.append(self._entry(job, 1, follows.get(job)))
+        prompts = [job for job in chosen if not job.is_decoding]
+        if not prompts and not self.waiting:
+            self._settle_shares(())
+            return ScheduledStep(tuple(entries), self._take_admitted())
+        budget = self._policy.prompt_budget([entry.job for entry in entries])
+        entries += self._give_chunks(prompts, self._config.max_batch - len(entries), budget)
+        swaps, self._swapped_in = tuple(self._swapped_in), []
+        return ScheduledStep(tuple(entries), self._take_admitted(), swaps)
+
+    def complete(self, step: ScheduledStep, sampled: Sequence[SampledToken | None]) -> list[DrawnToken]:
+        """Account for a step that has run; return the drawn tokens of jobs that have not been ended meanwhile.
+
+        Jobs whose token finishes them are ended.
+        """
+        for swap in step.swaps:
+            swap.job.is_copying = False
+            if swap.copy.is_out:
+                swap.job.sequence.reset(self.pool)
+            else:
+                self._swapping.release(swap.job)
+            self._release_if_unused(swap.job)
+        drawn: list[DrawnToken] = []
+        for entry, token in zip(step.entries, sampled, strict=True):
+            job, sequence = entry.job, entry.job.sequence
+            job.end_step()
+            # For a job that was ended, a step ahead may have computed a token that the job never got.
+            sequence.computed(self.pool, min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids)))
+            if job.has_ended:
+                self._release_if_unused(job)
+            elif token is not None:
+                drawn.append(self._append(job, token))
+        return drawn
+
+    def abandon(self, step: ScheduledStep) -> None:
+        """Account for a step that failed: the engine is dead and touches nothing any more."""
+        for swap in step.swaps:
+            swap.job.is_copying = False
+            self._release_if_unused(swap.job)
+        for entry in step.entries:
+            entry.job.end_step()
+            self._release_if_unused(entry.job)
+
+    # --- KV from other workers ---
+
+    def admit_offered(self) -> Admitted:
+        """Admit requests whose KV is offered and whose turn it is, and no others. A step may be under way.
+
+        So their KV need not wait for the step's end. Requests that are computed here are admitted before the next step.
+        """
+        for job, most in turns((self._ready(),), self.shares):
+            if job.phase is Phase.WAITING and not (job.has_kv_coming and self._admit(job, most)):
+                break
+        return self._take_admitted()
+
+    def offered_prefix(self, job: WorkerJob, num_tokens: int) -> None:
+        """Note that another worker offers the KV of a waiting job's first `num_tokens` tokens."""
+        job.awaits_offer = False
+        job.offered_tokens = num_tokens
+        if num_tokens >= len(job.sequence.token_ids):  # one must be computed, or there is nothing to draw from
+            self.decline(job)
+
+    def no_prefix(self, job: WorkerJob) -> None:
+        """Note that no prefix is offered to a waiting job."""
+        job.awaits_offer = False
+
+    def pulled(self, job: WorkerJob) -> int:
+        """Account for an offered prefix that has arrived; return the tokens it spares, 0 where the job has ended."""
+        num_cached, num_tokens = job.sequence.num_computed, job.offered_tokens
+        if not self._received(job):
+            return 0
+        job.num_cached_tokens = num_tokens
+        job.sequence.received(self.pool, num_tokens)
+        job.offered_tokens = 0
+        self._run(job)
+        return num_tokens - num_cached
+
+    def pull_failed(self, job: WorkerJob) -> None:
+        """Have the whole prompt computed: the prefix has not arrived, and nothing writes into its blocks any more."""
+        job.offered_tokens = 0
+        if self._received(job):
+            job.sequence.expect_nothing(self.pool)
+            self._run(job)
+
+    def offered(self, job: WorkerJob) -> None:
+        """Note that the job's prefill worker has begun: from now on blocks may be reserved."""
+        job.is_offered = True
+
+    def verified(self, job: WorkerJob, first_token: SampledToken) -> DrawnToken | None:
+        """Account for the whole prompt's KV and its first token. Return None where the job was ended meanwhile."""
+        if not self._received(job):
+            return None
+        job.sequence.received(self.pool, len(job.sequence.token_ids))
+        self._run(job)
+        return self._append(job, first_token)
+
+    def transfer_failed(self, job: WorkerJob) -> None:
+        """Queue the job again, to be computed here: no KV arrives, and nothing writes into its blocks any more."""
+        if self._received(job):
+            self.send_back(job)
+
+    def wait_on(self, job: WorkerJob) -> None:
+        """Compute nothing of a job whose transfer has failed before `compute_here`. Does nothing for an ended job."""
+        if job.phase is Phase.WAITING:
+            job.wants_transfer, job.is_offered = True, False
+
+    def compute_here(self, job: WorkerJob) -> None:
+        """Stop waiting for a transfer that has not begun. Does nothing for a job that has begun, or ended."""
+        if job.phase is Phase.WAITING:
+            job.wants_transfer = False
+
+    # --- KV for other workers ---
+
+    def begin_sending(self, job: WorkerJob) -> None:
+        """Note that a transfer reads the job's blocks from now on."""
+        job.is_sending = job.has_been_sent = True
+        self.sending.add(job)
+
+    def end_sending(self, job: WorkerJob) -> None:
+        """Note that no transfer reads the job's blocks any more."""
+        job.is_sending = False
+        self.sending.discard(job)
+        self._release_if_unused(job)
+
+    # --- for the preemptor ---
+
+    def staying(self) -> list[WorkerJob]:
+        """Return the running jobs that want a further step."""
+        return [job for job in self.running if not job.is_drawing_its_last]
+
+    def idle_prompts(self) -> list[WorkerJob]:
+        """Return the running jobs whose blocks no step, chunk or transfer has used or uses."""
+        return [job for job in self.running if not (job.under_way or job in self._chunks or job.has_been_sent)]
+
+    def next_to_admit(self) -> WorkerJob | None:
+        """Return the waiting job whose turn it is, where only blocks may keep it from being admitted."""
+        job, _ = next(turns((self._ready(),), self.shares), (None, 0))
+        return job if job is not None and (job.has_kv_coming or self._may_join(job)) else None
+
+    def missing_blocks(self, job: WorkerJob) -> int:
+        """Return how many blocks a waiting job lacks that has matched the prefix cache; 0 or less: none."""
+        wanted = job.sequence.blocks_needed(job.sequence.num_uncomputed)
+        return wanted + self._policy.blocks_to_leave(job, self) - self.pool.free_blocks
+
+    def send_back(self, job: WorkerJob) -> None:
+        """Queue the job again; what is lost will be computed again."""
+        self._leave(job)
+        job.has_place = job.wants_transfer = job.keeps_blocks = False
+        if not job.is_in_use:  # else they are released by what reads them now
+            job.sequence.reset(self.pool)
+        self._wait(job)
+
+    def decline(self, job: WorkerJob) -> None:
+        """Decline the prefix that is offered to a job, if any."""
+        if job.offered_tokens:
+            job.offered_tokens = 0
+            self._declined.append(job)
+
+    # --- inside a step ---
+
+    def _give_chunks(self, prompts: Iterable[WorkerJob], num_places: int, budget: PromptBudget) -> list[StepEntry]:
+        """Give tokens to `prompts` that are begun in the order of their turns, and admit others while some are left.
+
+        At most `num_places` jobs have a part in the step.
+        """
+        chunks = self._chunks
+        chunks.clear()
+        prompts = sorted(prompts, key=lambda job: job.turn)
+        is_open = True  # no job overtakes one that is ready: a large request would starve behind small ones
+
+        def give_chunk(job: WorkerJob, most: int) -> None:
+            if job.phase is Phase.RUNNING and (job in chunks or len(chunks) < num_places):
+                # Behind a chunk under way, windows may have come no further than that.
+                held = job.sequence.num_held - job.num_scheduled
+                wanted = min(min(job.num_unscheduled, held) - chunks[job], most)
+                if num_tokens := budget.take(wanted, job.num_scheduled + chunks[job]):
+                    chunks[job] += num_tokens
+                    self._given[job.request.promise] += num_tokens
+
+        for job, most in turns((self._ready(), prompts), self.shares):
+            if job.phase is Phase.WAITING:
+                may_join = job.has_kv_coming or (not budget.is_spent and self._may_join(job))
+                is_open = is_open and may_join and self._admit(job, most)
+                if not is_open and most == NO_LIMIT:
+                    break  # hundreds may wait behind it
+            give_chunk(job, most)
+        for job in prompts:  # those behind the one that waits
+            give_chunk(job, NO_LIMIT)
+        wanting = (*self._ready(), *prompts, *(job for job in self._admitted if job.phase is Phase.RUNNING))
+        self._settle_shares(job for job in wanting if job not in chunks or chunks[job] < job.num_unscheduled)
+        return [self._entry(job, num_tokens) for job, num_tokens in chunks.items()]
+
+    def _entry(self, job: WorkerJob, num_tokens: int, follows: int | None = None) -> StepEntry:
+        """Give the job a part in the step; `follows` is that of SequenceStep."""
+        step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
+        job.begin_step(step)
+        return StepEntry(job, step)
+
+    def _settle_shares(self, left: Iterable[WorkerJob]) -> None:
+        """Settle the classes' shares for a step that leaves these jobs wanting more."""
+        promises = [job.request.promise for job in left]
+        self.shares.settle(self._given if promises else {}, promises)
+        self._given.clear()
+
+    def _may_join(self, job: WorkerJob) -> bool:
+        return self._policy.may_join(job, self.staying(), len(self._chunks))
+
+    def _ready(self) -> list[WorkerJob]:
+        """Return the waiting jobs that may be admitted, by their turns."""
+        return [job for job in self.waiting if job.is_ready]
+
+    def _take_admitted(self) -> Admitted:
+        admitted = Admitted(tuple(self._admitted), tuple(self._declined))
+        self._admitted, self._declined = [], []
+        return admitted
+
+    def _admit(self, job: WorkerJob, most: int) -> bool:
+        """Reserve blocks for all tokens known so far, if there are enough; it `is_receiving` then, or runs.
+
+        With a limit `most` to its tokens, it is admitted by its class's share, and keeps its blocks.
+        """
+        sequence, is_computed_here = job.sequence, not job.has_kv_coming
+        matched = sequence.match_prefix(self.pool)
+        missing = self.missing_blocks(job)
+        if missing > 0 and not (self._policy.is_prefill_only and self.preemptor.make_room(job, missing)):
+            sequence.reset(self.pool)
+            for other in self.waiting:
+                self.decline(other)
+            return False
+        sequence.reserve(self.pool, sequence.num_uncomputed)
+        if is_computed_here and not job.num_preemptions:
+            matched += sequence.match_tail(self.pool)
+        if job.num_preemptions == 0:
+            job.num_cached_tokens = matched
+        job.keeps_blocks = most < NO_LIMIT
+        self.prefix_queries += len(sequence.token_ids)
+        self.prefix_hits += matched
+        if job.has_kv_coming and (job.num_indivisible or self._can_pull(job)):
+            self._given[job.request.promise] += job.num_indivisible
+            if job.num_indivisible:
+                sequence.expect(self.pool, job.num_indivisible, keeps_prefix=False)
+            self._receive(job)
+        else:
+            self.decline(job)
+            self._run(job)
+            if (swap := self._swapping.swap_in(job, self.pool)) is not None:
+                self._swapped_in.append(swap)
+        self._admitted.append(job)
+        return True
+
+    def _can_pull(self, job: WorkerJob) -> bool:
+        """Return True where the offered prefix is worth pulling; its blocks are ready then."""
+        if job.offered_tokens < job.sequence.num_computed + self._config.min_pull_tokens:
+            return False
+        try:
+            job.sequence.expect(self.pool, job.offered_tokens, keeps_prefix=True)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _append(self, job: WorkerJob, token: SampledToken) -> DrawnToken:
+        sequence = job.sequence
+        index = sequence.num_output_tokens
+        sequence.append(token.token_id)
+        reason = finish_reason(sequence.request, index + 1, token.token_id)
+        if reason is not None or job.is_prefill_only:
+            self.end(job)
+        return DrawnToken(job, index, token, reason)
+
+    # --- the phases of a job ---
+
+    def _wait(self, job: WorkerJob) -> None:
+        job.phase = Phase.WAITING
+        job.turn = turn_of(job, self._config.queue, self._policy.expected_answer(job))
+        insort(self.waiting, job, key=lambda other: other.turn)
+
+    def _receive(self, job: WorkerJob) -> None:
+        """Let a transfer write into the job's blocks from now on."""
+        self._leave(job)
+        job.phase = Phase.TRANSFERRING
+        job.is_receiving = True
+        self.transferring.add(job)
+
+    def _received(self, job: WorkerJob) -> bool:
+        """Account for the end of the transfer into the job's blocks; return whether the job goes on."""
+        job.is_receiving = False
+        self._release_if_unused(job)
+        return not job.has_ended
+
+    def _run(self, job: WorkerJob) -> None:
+        """Let the job take part in steps."""
+        self._leave(job)
+        job.phase = Phase.RUNNING
+        insort(self.running, job, key=lambda other: other.arrival)
+
+    def _leave(self, job: WorkerJob) -> None:
+        match job.phase:
+            case Phase.WAITING:
+                self.waiting.remove(job)
+            case Phase.TRANSFERRING:
+                self.transferring.remove(job)
+            case Phase.RUNNING:
+                self.running.remove(job)
+
+    def _release_if_unused(self, job: WorkerJob) -> None:
+        """Release the blocks of a job that has ended; called wherever something no longer uses them."""
+        if job.has_ended and not job.is_in_use:
+            job.sequence.reset(self.pool)
+            self._swapping.release(job)

@@ -1,0 +1,120 @@
+"""The numbers that a worker reports: its counters, utilisation, queue by class and tightest promise."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from twostroke.model.costs.operations import MachineLimits, StepWork
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.requests import Promise
+from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
+from twostroke.worker.step_costs import StepContent
+
+WINDOW_S = 10.0
+"""Length of the window over which utilisation is averaged."""
+MARK_S = 1.0
+"""Resolution of that window."""
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """Numbers of WorkerStats, by their names there, that a worker counts itself. They only grow."""
+
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    finished_requests: int = 0
+    aborted_requests: int = 0
+    pulled_tokens: int = 0
+
+
+class Utilization:
+    """Counts the FLOPs and bytes of steps. `shares` are those of the last WINDOW_S.
+
+    MFU is the FLOPs that a model's tokens take (Chowdhery et al., PaLM, 2022, appendix B), over what the machine could
+    have computed in that time, idle time included. MBU is the same for the bytes of weights and KV that steps read.
+    """
+
+    def __init__(self, work: StepWork | None, limits: MachineLimits | None, clock: Clock):
+        """The shares are unknown without `work` or `limits`."""
+        self._work = work
+        self._limits = limits
+        self._clock = clock
+        self.flops = 0.0
+        self.read_bytes = 0.0
+        self._marks = deque([(clock(), 0.0, 0.0)])  # times, and both counters then
+
+    def add(self, content: StepContent) -> None:
+        """Count a step that has run."""
+        if self._work is not None:
+            self.flops += self._work.flops(*content)
+            self.read_bytes += self._work.read_bytes(content.prompt_tokens, content.rows, content.context_tokens)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of WorkerStats that describe utilisation."""
+        limits, (mfu, mbu) = self._limits, self.shares() or (None, None)
+        return {
+            "flops": self.flops,
+            "read_bytes": self.read_bytes,
+            "peak_flops_per_s": 0.0 if limits is None else limits.gemm,
+            "peak_bytes_per_s": 0.0 if limits is None else limits.read,
+            "mfu": mfu,
+            "mbu": mbu,
+        }
+
+    def shares(self) -> tuple[float, float] | None:
+        """Return MFU and MBU, 0 to 1; None where they are not known."""
+        if self._work is None or self._limits is None:
+            return None
+        now, marks = self._clock(), self._marks
+        while len(marks) > 1 and marks[1][0] <= now - WINDOW_S:
+            marks.popleft()
+        began, flops, read_bytes = marks[0]
+        if now - marks[-1][0] >= MARK_S:
+            marks.append((now, self.flops, self.read_bytes))
+        seconds = max(now - began, MARK_S)
+        return (
+            (self.flops - flops) / seconds / self._limits.gemm,
+            (self.read_bytes - read_bytes) / seconds / self._limits.read,
+        )
+
+
+def transfer_fields(sides: Sequence[TransferStats]) -> dict[str, Any]:
+    """Return the fields of WorkerStats that describe transfers, over both directions."""
+    return {
+        "num_transfers": sum(side.in_flight for side in sides),
+        "transfers_done": sum(side.done for side in sides),
+        "transfers_failed": sum(side.failed for side in sides),
+        "transfers_given_up": sum(side.given_up for side in sides),
+        "transfer_bytes": sum(side.bytes for side in sides),
+        "transfer_seconds": sum((side.seconds for side in sides), 0.0),
+        "transfer_digest_failures": sum(side.digest_failures for side in sides),
+        "transfer_links_lost": sum(side.links_lost for side in sides),
+    }
+
+
+def tightest_tpot_s(decoding: Sequence[tuple[Promise, int]], costs: StepCosts | None) -> float | None:
+    """Return the tightest TPOT promise among running requests, given with their context tokens.
+
+    It is bounded below by what one request alone takes, so that one promise that can't be kept does not block
+    admission.
+    """
+    promised_s = [promise.tpot_s for promise, _ in decoding if promise.tpot_s is not None]
+    if not promised_s or costs is None:
+        return min(promised_s, default=None)
+    context_tokens = sum(num_tokens for _, num_tokens in decoding) // len(decoding)
+    return max(min(promised_s), LEAST_STRETCH * (costs.reading_s(1) + costs.decode_s(1, context_tokens)))
+
+
+def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:
+    """Sum up each request's tokens by SLO class, the highest priority first."""
+    tokens: Counter[tuple[str, int, float]] = Counter()
+    requests: Counter[tuple[str, int, float]] = Counter()
+    for promise, num_tokens in work:
+        of_class = (promise.class_name, promise.priority, promise.share)
+        tokens[of_class] += num_tokens
+        requests[of_class] += 1
+    order = sorted(requests, key=lambda of_class: (-of_class[1], of_class))
+    return tuple(QueuedWork(*of_class, tokens[of_class], requests[of_class]) for of_class in order)
