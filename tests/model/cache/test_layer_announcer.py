@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from twostroke.model.cache import kv_cache
+from twostroke.model.cache import layer_announcer as announcing
 from twostroke.model.cache.layer_announcer import LayerAnnouncer, layer_announcer
 
 
@@ -98,7 +98,7 @@ def test_a_thread_that_cannot_use_its_gpu_fails_each_step(announcer_of: Callable
 def test_on_a_gpu_the_announcer_takes_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device, taken = torch.device("cuda", 3), []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(kv_cache, "LaunchedWork", lambda device: Gate(is_open=True))
+    monkeypatch.setattr(announcing, "LaunchedWork", lambda device: Gate(is_open=True))
     announcer = layer_announcer(device)
     assert announcer is not None
     told: list[int] = []
