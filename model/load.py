@@ -102,7 +102,7 @@ class LoadedEngine:
             build = partial(self._build, found, blocks)
             self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
         except torch.OutOfMemoryError as error:
-            # No room for the steps, or for weights: others may have taken it while they were loaded.
+            # No room for steps or weights: other processes may have taken it meanwhile.
             said = str(error).splitlines()[0] if str(error) else "out of memory"
             raise ConfigError(
                 f"too little memory on {self._device.type}: weights {gibibytes(weights)} + KV cache "
@@ -128,7 +128,7 @@ class LoadedEngine:
         """Build the runner on the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._rank
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # where this thread's kernels go
+            torch.cuda.set_device(device)  # the device of this thread's kernels
         if self._place is None:
             self.parallel = SingleRank()
         else:
@@ -168,7 +168,7 @@ class LoadedEngine:
             one = make_cache(num_blocks=1, model_digest="")
             memory = measure_gpu(decoder, sampler, one, config, self.max_context, self.parallel)
             blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._kv_dtype)
-        # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
+        # Only rank 0 loads all of the weights; the rank with the least room decides for all.
         digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
         blocks = min(map(int, self.parallel.exchange(str(blocks))))
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
@@ -314,7 +314,7 @@ def measure_gpu(
     """
     bounds, block_size, device = config.bounds, kv_cache.block_size, kv_cache.tensors[0].device
     runner = ModelRunner(decoder, sampler, kv_cache, max_context, parallel=parallel)
-    gc.collect()  # what an engine before this one held, in circles too, is none of its weights
+    gc.collect()  # memory of an earlier engine must not count as this one's weights
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
 
@@ -326,7 +326,7 @@ def measure_gpu(
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_reserved(device) - weights
 
-    # With log-probabilities the sampler is another one.
+    # Log-probabilities take another path through the sampler.
     batch_of = partial(largest_batch, block_size=block_size, max_context=max_context, num_groups=kv_cache.groups.count)
     peak_step = max(peak(batch_of(bounds, logprobs=logprobs)) for logprobs in (None, 20))
     graphs = 0
@@ -391,7 +391,7 @@ def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     length = min(max_context - 1, 2 * kv_cache.block_size + 1)
     if length < 1:
         return
-    # Of few blocks all groups share one, as they share tensors.
+    # Where blocks are few, all groups share one, as they share tensors.
     rows = range(-(-(length + 1) // kv_cache.block_size))
     table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
     # A GPU compiles the kernels of both filters.
