@@ -20,7 +20,7 @@ PIPE_EXIT = 141
 
 _COMMANDS = {
     "serve": ("cluster.commands.serve", "start a server on this machine and keep it until Ctrl-C"),
-    "check": ("cluster.commands.check", "say whether a model can be served, in how much memory; loads no weights"),
+    "check": ("cluster.commands.check", "tell whether a model can be served, and in how much memory; loads no weights"),
     "status": ("cluster.commands.status", "show the replicas, blocks, queues and rates of a running server"),
     "config check": ("cluster.commands.configuration:check", "tell all that is wrong in a configuration file"),
     "config schema": (
@@ -35,14 +35,14 @@ _COMMANDS = {
     "key list": ("cluster.commands.keys:list", "show whose keys a file has, and until when"),
     "key revoke": ("cluster.commands.keys:revoke", "take a key out of a file, while the server runs"),
     "cluster-demo": ("benchmarks.faults.demo", "start a cluster on this machine, kill a node under load, see it heal"),
-    "await": ("cluster.commands.application:await", "wait until an application that `serve deploy` has taken runs"),
+    "await": ("cluster.commands.application:await", "wait until the application that `serve deploy` deployed runs"),
     "drain": (
         "cluster.commands.application:drain",
-        "let the answers of a cluster's routers end, before `serve shutdown`",
+        "let running answers end before `serve shutdown`",
     ),
     "doctor": (
         "cluster.commands.doctor",
-        "try every link that KV takes in a running server, and say what is missing",
+        "test every KV path of a running server, and say what is missing",
     ),
     "bench engine": (
         "benchmarks.engines.engine",
@@ -82,21 +82,21 @@ _COMMANDS = {
     ),
     "should-i-disaggregate": (
         "planning.commands.should_i_disaggregate",
-        "aggregated, disaggregated or hybrid: which serves more within an SLO, measured here or simulated",
+        "find the mode that serves most within an SLO, measured here or simulated",
     ),
     "bench results": ("benchmarks.results", "keep a bench's figures as JSON, and make the page of current figures"),
     "bench plan": (
         "planning.commands.regret",
         "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
     ),
-    "plan": ("planning.commands.plan", "which fleet serves a workload in time, and what it costs, before there is one"),
+    "plan": ("planning.commands.plan", "find the fleet that serves a workload in time, and its cost"),
     "capacity": (
         "planning.commands.capacity",
-        "what a model takes and can do on given GPUs, by formulas: memory, batches, floors, costs",
+        "compute a model's memory, batches, floors and costs on given GPUs",
     ),
     "simulate": (
         "planning.commands.simulate",
-        "serve a workload on virtual time: latencies and attainment of a fleet that need not exist",
+        "serve a workload on virtual time with a fleet that need not exist",
     ),
     "loadtest run": ("loadtests.commands.measure:run", "one run at one load, and its report"),
     "loadtest plan": ("loadtests.commands.write_plan", "write the plan that `run --plan` and Locust carry out"),
@@ -112,7 +112,7 @@ _COMMANDS = {
 
 _GROUPS = {
     "config": "check the configuration file, or describe it for editors",
-    "key": "make API keys, list them, take them back",
+    "key": "make, list and revoke API keys",
     "bench": "measure; the last line is one JSON object",
     "loadtest": "send load to a server, and report how well it did",
 }
@@ -208,7 +208,8 @@ def _parser(
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, Callable[[argparse.Namespace], int]]:
     """The parser, complete for the subcommand that `arguments` name; that subcommand's own, and what runs it."""
     parser = argparse.ArgumentParser(
-        prog="twostroke", description="Disaggregated LLM inference: prefill workers read, decode workers write."
+        prog="twostroke",
+        description="Distributed LLM inference: prefill workers compute prompts, decode workers compute answers.",
     )
     parser.add_argument("--version", action="version", version=f"twostroke {installed_version()}")
     groups = {"": parser.add_subparsers(dest="command", required=True, metavar="COMMAND")}

@@ -33,9 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face folder, a GGUF file, a hub id, `bundled`, or a name that `plan` knows, such as Qwen3-8B",
     )
-    parser.add_argument("--revision", metavar="REV", help="the hub id's branch, tag or commit")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="whose dtype, quantization and bounds are taken")
-    parser.add_argument("--gpu", choices=sorted(HARDWARE), help="on such a GPU (default: on this machine's memory)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id")
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, help="configuration whose dtype, quantization and bounds apply"
+    )
+    parser.add_argument(
+        "--gpu", choices=sorted(HARDWARE), help="check for this GPU (default: on this machine's memory)"
+    )
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), help="ranks that share a stage")
     parser.add_argument("--pipeline-parallel", type=_stages, help="stages that share the model's layers")
     parser.add_argument("--expert-parallel", action="store_true", help="each rank holds some experts whole")

@@ -54,27 +54,27 @@ def _count(text: str) -> int | None:
 
 
 _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
-    "--served-model-name": (str, "NAME", "what clients call the model"),
-    "--revision": (str, "REV", "the hub id's branch, tag or commit"),
+    "--served-model-name": (str, "NAME", "name that clients write in `model`"),
+    "--revision": (str, "REV", "branch, tag or commit of a hub id"),
     "--max-model-len": (_count, "TOKENS", "the longest context"),
-    "--chat-template": (str, "FILE", "in place of the model's own"),
-    "--generation-config": (str, "auto|none", "whose sampling defaults: the model's, or OpenAI's"),
-    "--kv-cache-dtype": (str, "auto|fp8", "of keys and values; fp8: one byte a number"),
-    "--block-size": (int, "TOKENS", "of a KV block"),
+    "--chat-template": (str, "FILE", "chat template in place of the model's own"),
+    "--generation-config": (str, "auto|none", "sampling defaults: the model's (auto) or OpenAI's (none)"),
+    "--kv-cache-dtype": (str, "auto|fp8", "type of keys and values; fp8: one byte per number"),
+    "--block-size": (int, "TOKENS", "tokens of a KV block"),
     "--tensor-parallel-size": (int, "N", "GPUs, or ranks, of one worker"),
     "--pipeline-parallel-size": (int, "N", "stages of one worker, which may be on several nodes"),
     "--max-num-seqs": (int, "N", "requests that a worker runs at once"),
     "--max-num-batched-tokens": (_count, "N", "tokens of one step of a worker"),
-    "--gpu-memory-utilization": (float, "SHARE", "of a GPU's memory, that a worker may take"),
-    "--swap-space": (float, "GIB", "host memory for requests that must give their blocks back"),
-    "--otlp-traces-endpoint": (str, "URL", "where traces of requests go"),
+    "--gpu-memory-utilization": (float, "SHARE", "share of a GPU's memory that a worker may use"),
+    "--swap-space": (float, "GIB", "host memory for KV of preempted requests"),
+    "--otlp-traces-endpoint": (str, "URL", "OTLP receiver of request traces"),
 }
 """vLLM's flags for settings that mean the same: type, placeholder and help."""
 _SHORT = {"--served-model-name": ("--name",), "--tensor-parallel-size": ("-tp",), "--pipeline-parallel-size": ("-pp",)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("named", nargs="?", metavar="MODEL", help="as --model")
+    parser.add_argument("named", nargs="?", metavar="MODEL", help="model, as --model")
     parser.add_argument(
         "--model",
         metavar="DIR|FILE|ID",
@@ -84,20 +84,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=Path, help="YAML with model, prefill, decode, router, ...")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help="which every request must have; for more: `twostroke key new`")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="API key that every request must have; for several keys: `twostroke key new`"
+    )
     parser.add_argument(
         "--without-keys",
         action="store_true",
         help=f"serve everybody who reaches --host, also where {REQUIRE_KEYS} is 1",
     )
-    parser.add_argument("--dtype", metavar="|".join(get_args(Dtype)), help="of weights and activations (default: auto)")
+    parser.add_argument(
+        "--dtype", metavar="|".join(get_args(Dtype)), help="type of weights and activations (default: auto)"
+    )
     parser.add_argument(
         "--quantization",
         "-q",
         metavar="|".join(get_args(Quantization)),
-        help="of the weights as they are loaded; auto: as the checkpoint has them, AWQ, GPTQ or FP8 (default: auto)",
+        help="quantisation of the weights at load; auto: the checkpoint's own (AWQ, GPTQ, FP8) (default: auto)",
     )
-    parser.add_argument("--gpus", type=int, metavar="N", help="of this machine, that may be used (default: all)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of this machine's GPUs to use (default: all)")
     for flag, (kind, metavar, about) in _FLAGS.items():
         help_text = f"{about} ({', '.join(SAME[_dest(flag)])})"
         parser.add_argument(*_SHORT.get(flag, ()), flag, dest=_dest(flag), type=kind, metavar=metavar, help=help_text)
@@ -105,17 +109,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--enable-expert-parallel",
         action="store_true",
         default=None,
-        help=f"ranks have some experts whole, not a part of each ({', '.join(SAME['enable_expert_parallel'])})",
+        help=f"divide whole experts among the ranks ({', '.join(SAME['enable_expert_parallel'])})",
     )
-    parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers read prompts, too")
+    parser.add_argument(
+        "--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers compute prompts too"
+    )
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
-    parser.add_argument("--transport", choices=get_args(TransportChoice), help="how KV travels")
-    parser.add_argument("--no-page", action="store_true", help="no page at / to talk to the model")
+    parser.add_argument("--transport", choices=get_args(TransportChoice), help="transport of KV")
+    parser.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's own proxy in front of the router")
     parser.add_argument(
-        "--grace", type=float, default=0.0, metavar="SECONDS", help="for streams to end after a signal (default: none)"
+        "--grace",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="time that streams get after a signal (default: none)",
     )
-    parser.add_argument("--verbose", action="store_true", help="show what Ray says")
+    parser.add_argument("--verbose", action="store_true", help="show Ray's output")
 
 
 def _dest(flag: str) -> str:

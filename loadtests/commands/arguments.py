@@ -124,25 +124,35 @@ _Options = dict[str, tuple[str, Any, str, str]]
 
 _ARRIVAL_OPTIONS: _Options = {
     "rate": ("--rate", float, "RATE", "requests a second (of sessions, for chat); of ramp the first"),
-    "cv": ("--cv", float, "CV", "gamma: how bursty; 1 is Poisson, the Azure code trace has 13"),
-    "to_rate": ("--to-rate", float, "RATE", "ramp: the last"),
-    "steps": ("--steps", steps_of, "S:RATE,...", "step: from when on which rate, as in 0:2,60:8,120:2"),
+    "cv": (
+        "--cv",
+        float,
+        "CV",
+        "gamma: coefficient of variation of the gaps; 1 is Poisson, the Azure code trace has 13",
+    ),
+    "to_rate": ("--to-rate", float, "RATE", "ramp: final rate"),
+    "steps": ("--steps", steps_of, "S:RATE,...", "step: start and rate of each step, as in 0:2,60:8,120:2"),
     "speed": ("--speed", float, "FACTOR", "replay: 2 is twice as fast as the trace (default: 1)"),
-    "users": ("--users", int, "N", "closed: how many, each with one request at a time"),
-    "think_s": ("--think", float, "S", "closed: from an answer to the next request (default: 0)"),
+    "users": ("--users", int, "N", "closed: number of users, each with one request at a time"),
+    "think_s": ("--think", float, "S", "closed: seconds from an answer to the next request (default: 0)"),
 }
 _WORKLOAD_OPTIONS: _Options = {
-    "input_tokens": ("--input-tokens", int, "N", "of a request; of chat of a turn, of shared-prompt the request's own"),
-    "output_tokens": ("--output-tokens", int, "N", "of an answer"),
+    "input_tokens": (
+        "--input-tokens",
+        int,
+        "N",
+        "prompt tokens of a request; of chat, of a turn; of shared-prompt, of the request's own part",
+    ),
+    "output_tokens": ("--output-tokens", int, "N", "tokens of an answer"),
     "turns": ("--turns", float, "N", "chat: mean number of turns"),
     "think_s": ("--think-time", float, "S", "chat: mean seconds from an answer to the next turn"),
-    "system_tokens": ("--system-tokens", int, "N", "chat: of a system prompt"),
-    "system_prompts": ("--system-prompts", int, "N", "chat: how many there are"),
-    "shared_tokens": ("--shared-tokens", int, "N", "shared-prompt: of a shared prompt"),
-    "shared_prompts": ("--shared-prompts", int, "N", "shared-prompt: how many there are"),
-    "long_input_tokens": ("--long-input-tokens", int, "N", "long-prompts: of a long prompt"),
-    "long_output_tokens": ("--long-output-tokens", int, "N", "long-prompts: of its answer"),
-    "long_share": ("--long-share", float, "SHARE", "long-prompts: of all requests, 0 to 1"),
+    "system_tokens": ("--system-tokens", int, "N", "chat: tokens of a system prompt"),
+    "system_prompts": ("--system-prompts", int, "N", "chat: number of system prompts"),
+    "shared_tokens": ("--shared-tokens", int, "N", "shared-prompt: tokens of a shared prompt"),
+    "shared_prompts": ("--shared-prompts", int, "N", "shared-prompt: number of shared prompts"),
+    "long_input_tokens": ("--long-input-tokens", int, "N", "long-prompts: tokens of a long prompt"),
+    "long_output_tokens": ("--long-output-tokens", int, "N", "long-prompts: tokens of its answer"),
+    "long_share": ("--long-share", float, "SHARE", "long-prompts: share of all requests, 0 to 1"),
 }
 
 
@@ -187,13 +197,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, with_arrivals: bool =
     """All that a plan is made of. A command may choose the rate itself, or the servers (and then the names of runs)."""
     if with_url:
         parser.add_argument("--url", help=f"the server (default: {DEFAULT_URL})")
-        parser.add_argument("--name", help="of the run, in reports")
+        parser.add_argument("--name", help="name of the run in reports")
     where = "--url, if given" if with_url else "the servers that --urls names"
     parser.add_argument("--plan", type=Path, metavar="FILE", help=f"do what this plan.json says, on {where}")
-    added = add_arrivals(parser.add_argument_group("when requests arrive")) if with_arrivals else []
-    added += add_workload(parser.add_argument_group("what is sent"))
+    added = add_arrivals(parser.add_argument_group("arrivals")) if with_arrivals else []
+    added += add_workload(parser.add_argument_group("workload"))
     added += add_options(parser.add_argument_group("the run"), _RUN_OPTIONS)
-    server = parser.add_argument_group("what the server is asked", "Twostroke tells the first three itself.")
+    server = parser.add_argument_group("server", "Twostroke tells the first three itself.")
     added += add_options(server, _SERVER_OPTIONS)
     prompts_help = "default: token ids, where the vocabulary is known"
     added.append(server.add_argument("--prompts", choices=("ids", "text"), help=prompts_help))
@@ -219,7 +229,9 @@ def add_workload(group: argparse._ArgumentGroup) -> list[argparse.Action]:
     workload_help = f"{names}, or a trace's file (default: %(default)s)"
     added = [
         group.add_argument("--workload", default="azure-conv", help=workload_help),
-        group.add_argument("--format", choices=("auto", *FORMATS), help="of a trace's file (default: by its columns)"),
+        group.add_argument(
+            "--format", choices=("auto", *FORMATS), help="format of a trace's file (default: by its columns)"
+        ),
     ]
     for field, (option, kind, metavar, help_text) in _WORKLOAD_OPTIONS.items():
         uses = [f"{getattr(of(), field):g} for {name}" for name, of in _WORKLOADS.items() if hasattr(of, field)]
@@ -233,11 +245,11 @@ Option = tuple[str, Callable[[str], Any], Any, str, str]
 """A name, what reads its value, the default, what stands for the value in the help, and the help itself."""
 
 _RUN_OPTIONS: tuple[Option, ...] = (
-    ("--seconds", above_zero, 60.0, "S", "of arrivals, warm-up included"),
-    ("--warm-up", float, 0.0, "S", "of these; not judged"),
+    ("--seconds", above_zero, 60.0, "S", "duration of the arrivals, warm-up included"),
+    ("--warm-up", float, 0.0, "S", "warm-up at the beginning, not judged"),
     ("--slo", slo_of, None, "TIMES", f"ttft=S,tpot=S, one, or {', '.join(SLO_PRESETS)}"),
-    ("--seed", int, 0, "N", "another seed, other requests"),
-    ("--workers", positive_count, 1, "N", "processes that send, about 50 streams each"),
+    ("--seed", int, 0, "N", "seed of the requests"),
+    ("--workers", positive_count, 1, "N", "sending processes, about 50 streams each"),
     ("--request-limit", above_zero, 300.0, "S", "a slower answer is a failure"),
 )
 _SERVER_OPTIONS: tuple[Option, ...] = (

@@ -46,7 +46,7 @@ INTERRUPTED_EXIT = 130
 def add_run_arguments(parser: ArgumentParser) -> None:
     add_plan_arguments(parser)
     add_slo_multiple(parser)
-    output = parser.add_argument_group("what comes out")
+    output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="DIR", help="default: loadtest-<time>")
     output.add_argument(
         "--web",

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = f"parts of the peaks that are expected (default: {EFFICIENCY.compute},{EFFICIENCY.read})"
     gpus.add_argument("--efficiency", metavar="COMPUTE,READ", help=parts)
     gpus.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="of one GPU, instead of what is assumed")
-    questions = parser.add_argument_group("what is asked")
+    questions = parser.add_argument_group("targets")
     questions.add_argument("--context", type=_contexts, metavar="N[,N]", help="tokens of requests, prompt and answer")
     questions.add_argument("--tpot", type=above_zero, default=0.05, metavar="S", help="promised (default: %(default)s)")
     questions.add_argument("--prompt", type=positive_count, default=512, metavar="N", help="default: %(default)s")
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context", type=context_tokens, default=8192, metavar="N", help="of --workload's requests"
     )
     add_workload(questions)
-    output = parser.add_argument_group("what is said")
+    output = parser.add_argument_group("output")
     output.add_argument("--formulas", action="store_true", help="simulate nothing")
     output.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures there")
     output.add_argument("--json", action="store_true", help="nothing but the last line")

@@ -47,23 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help=f"a folder, a GGUF file, a hub id, or one of {', '.join(MODELS)}"
     )
-    fleet = parser.add_argument_group("what there is")
-    fleet.add_argument("--gpu", metavar="NAME[,NAME]", help=f"profiles that may be bought: {gpu_names()}")
+    fleet = parser.add_argument_group("hardware")
+    fleet.add_argument("--gpu", metavar="NAME[,NAME]", help=f"GPUs that may be bought: {gpu_names()}")
     fleet.add_argument(
         "--costs", metavar="NAME|FILE", help="workers as `bench costs` has measured them, instead of GPUs"
     )
-    fleet.add_argument("--gpus", type=positive_count, metavar="N", help="at most so many (of --costs: workers)")
-    fleet.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="at most so much for all of them")
-    fleet.add_argument("--price", metavar="NAME=USD[,...]", help="of an hour of one GPU, instead of what is assumed")
     fleet.add_argument(
-        "--link", type=above_zero, default=25e9, metavar="BYTES", help="a second and GPU, between workers"
+        "--gpus", type=positive_count, metavar="N", help="largest number of GPUs (with --costs: of workers)"
+    )
+    fleet.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="largest cost of all GPUs")
+    fleet.add_argument("--price", metavar="NAME=USD[,...]", help="price of a GPU hour, in place of the assumed one")
+    fleet.add_argument(
+        "--link", type=above_zero, default=25e9, metavar="BYTES", help="bandwidth between workers, per second and GPU"
     )
     fleet.add_argument(
         "--efficiency",
         metavar="COMPUTE,READ",
-        help=f"parts of the peaks (default: {EFFICIENCY.compute},{EFFICIENCY.read})",
+        help=f"achieved parts of the peaks (default: {EFFICIENCY.compute},{EFFICIENCY.read})",
     )
-    questions = parser.add_argument_group("what is asked")
+    questions = parser.add_argument_group("targets")
     questions.add_argument(
         "--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s"
     )
@@ -74,12 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled to it"
     )
     add_workload(questions)
-    model_form = parser.add_argument_group("how workers hold the model")
+    model_form = parser.add_argument_group("model form")
     model_form.add_argument(
         "--quantization", default="auto,int8", metavar="KIND[,KIND]", help="that may be taken (%(default)s)"
     )
     model_form.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
-    output = parser.add_argument_group("what is said")
+    output = parser.add_argument_group("output")
     output.add_argument("--formulas", action="store_true", help="simulate nothing")
     output.add_argument("--explain", action="store_true", help="show the roofline of the best layout's workers")
     output.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")

@@ -35,7 +35,7 @@ CANDIDATES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="bundled", metavar="DIR|ID", help="as `serve` takes it (default: bundled)")
-    add_workload(parser.add_argument_group("what is sent"))
+    add_workload(parser.add_argument_group("workload"))
     parser.add_argument("--slo", metavar="TIMES", default="ttft_p90_s=1,tpot_p90_s=0.05", help="default: %(default)s")
     parser.add_argument(
         "--max-context", type=context_tokens, default=2048, metavar="TOKENS", help="longer ones are rescaled"

@@ -65,13 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--config", type=Path, metavar="FILE", help="of the server; its replicas don't count")
     server.add_argument("--costs", metavar="NAME|FILE", help=f"of `bench costs`, or {', '.join(PROFILES)}")
     server.add_argument("--gpu", metavar="NAME", help="of the planner's table, with a --model that it knows by name")
-    add_workload(parser.add_argument_group("what is sent"))
+    add_workload(parser.add_argument_group("workload"))
     of_run = parser.add_argument_group("the runs")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`; needed")
     of_run.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     of_run.add_argument("--rates", type=rates_of, metavar="RATE,...", help="measured alone (default: a search)")
     of_run.add_argument("--seconds", type=above_zero, default=30.0, metavar="S", help="of a run, with the warm-up")
-    of_run.add_argument("--warm-up", type=seconds_left_out, default=3.0, metavar="S", help="of these; not judged")
+    of_run.add_argument(
+        "--warm-up", type=seconds_left_out, default=3.0, metavar="S", help="warm-up at the beginning, not judged"
+    )
     of_run.add_argument("--budget", type=above_zero, default=900.0, metavar="S", help="for a mode's runs together")
     of_run.add_argument("--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled")
     of_run.add_argument("--seed", type=int, default=0)

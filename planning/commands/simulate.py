@@ -78,16 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--rates", type=rates_of, metavar="RATE,...", help="of --against, instead of --rate")
     fleet.add_argument("--faults", type=Path, metavar="FILE", help="JSON: [{at_s, role, which}], workers that crash")
     fleet.add_argument("--startup", type=above_zero, default=STARTUP_S, metavar="S", help="of a worker that is added")
-    arrivals = parser.add_argument_group("when requests arrive")
+    arrivals = parser.add_argument_group("arrivals")
     add_arrivals(arrivals)
     arrivals.add_argument(
         "--day", metavar="FILE[:NAME]", help="a day's rates (t_s, rate_rps), scaled to a mean of --rate"
     )
-    add_workload(parser.add_argument_group("what is sent"))
+    add_workload(parser.add_argument_group("workload"))
     of_run = parser.add_argument_group("the run")
     of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
     of_run.add_argument("--seconds", type=above_zero, metavar="S", help="of arrivals (default: 300, or as --requests)")
-    of_run.add_argument("--warm-up", type=seconds_left_out, default=0.0, metavar="S", help="of these; not judged")
+    of_run.add_argument(
+        "--warm-up", type=seconds_left_out, default=0.0, metavar="S", help="warm-up at the beginning, not judged"
+    )
     of_run.add_argument("--max-context", type=context_tokens, default=8192, metavar="TOKENS")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
     of_run.add_argument("--seed", type=int, default=0)

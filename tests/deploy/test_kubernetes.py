@@ -6,12 +6,10 @@ KubeRay's is checked at every depth, in the oldest version that will do and in t
 import json
 import os
 import re
-import shlex
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,7 @@ from tests.deploy.kubernetes_files import (
     prometheus_rule,
     rendered,
 )
-from tests.deploy.monitoring import DASHBOARD
-from tests.deploy.programs import DEPLOY, LABEL, ROLES, ROOT, environment, needed, ray_env, run
+from tests.deploy.programs import LABEL, ROLES, ROOT, environment, needed, run
 from tests.deploy.test_clusters import launched_for
 from tests.rigs.processes import eventually
 from twostroke.cluster.config.config import ClusterConfig, read_config
@@ -160,14 +157,6 @@ def test_a_field_that_is_unknown_missing_or_of_a_wrong_type_is_seen(
     assert told in "\n".join(wrong_with(kuberay("1.6.2"), wrong))
 
 
-def test_the_token_is_of_a_secret_that_kuberay_knows_from_1_6_on() -> None:
-    for overlay in OVERLAYS:
-        assert ray_cluster(overlay)["authOptions"] == {"mode": "token", "secretName": "twostroke"}
-        for version in KUBERAY:
-            known = kuberay(version)["properties"]["spec"]["properties"]["rayClusterConfig"]["properties"]
-            assert "secretName" in known["authOptions"]["properties"]
-
-
 # --- evictions and readiness ---
 
 
@@ -268,17 +257,6 @@ def test_pods_slots_gpus_and_maxima_agree(overlay: str) -> None:
             assert workers[role] == gpus_of(group) * group["maxReplicas"]
 
 
-def selected(overlay: str, label: str) -> set[str | None]:
-    """Return what the groups' pods require of this label of a Kubernetes node; None: nothing."""
-    return {group["template"]["spec"].get("nodeSelector", {}).get(label) for group in groups(overlay).values()}
-
-
-def test_sixteen_hosts_of_h100_give_all_of_their_128_gpus() -> None:
-    used = sum(gpus_of(group) * group["replicas"] for group in groups("h100-16").values())
-    assert used == 16 * 8
-    assert selected("h100-16", "nvidia.com/gpu.product") == {None, "NVIDIA-H100-80GB-HBM3"}  # routers need none
-
-
 def test_the_line_that_lets_pods_of_a_running_cluster_go_is_about_those_with_gpus() -> None:
     page = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
     (number,) = re.findall(r"/spec/workerGroupSpecs/(\d+)/minReplicas", page)
@@ -287,37 +265,6 @@ def test_the_line_that_lets_pods_of_a_running_cluster_go_is_about_those_with_gpu
     free_hosts = (config("h100-16").autoscaling.budget - int(re.findall(r"`budget: (\d+)`", page)[0])) / 8
     strategy = ray_service("h100-16")["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]
     assert free_hosts >= group["maxReplicas"] * strategy["maxSurgePercent"] / 100
-
-
-def test_both_roles_run_on_one_type_of_instance_of_aws_with_h100() -> None:
-    assert selected("aws", "node.kubernetes.io/instance-type") == {None, "p5.48xlarge"}
-
-
-@pytest.mark.parametrize(
-    ("overlay", "base", "devices"),
-    [
-        ("h100-16-rdma", "h100-16", {"rdma/rdma_shared_device_a": "1"}),
-        ("aws-efa", "aws", {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5Gi"}),
-    ],
-)
-def test_pods_with_gpus_ask_for_rdma_devices_and_nothing_else_changes(
-    overlay: str, base: str, devices: dict[str, str]
-) -> None:
-    documents = deepcopy(rendered(overlay))
-    (service,) = [one for one in documents if one["kind"] == "RayService"]
-    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
-        resources = container(group["template"])["resources"]
-        if gpus_of(group):
-            for side in ("requests", "limits"):
-                assert {name: resources[side].pop(name) for name in devices} == devices
-    assert documents == rendered(base)
-
-
-def test_the_image_for_gpus_has_what_reaches_rdma_devices() -> None:
-    stage = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").partition("FROM cpu AS gpu")[2]
-    (installed,) = [line for line in stage.splitlines() if "apt-get install" in line]
-    assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed.split())
-    assert "LimitMEMLOCK=infinity" in (DEPLOY / "systemd/twostroke-ray-worker@.service").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -350,31 +297,6 @@ def test_serve_takes_the_settings_and_all_keep_the_same_promises(overlay: str) -
     assert told["applications"][0]["args"]["logging"] == {"format": "json", "to": "stdout"}  # kubectl logs
 
 
-@every_overlay
-def test_every_pod_of_ours_has_the_image_that_the_overlay_names(overlay: str) -> None:
-    pods = {name: one["spec"] for name, one in templates(overlay).items() if name in ("head", *groups(overlay))}
-    pods |= {one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in of_kind(overlay, "Job")}
-    (image,) = {one["image"] for pod in pods.values() for one in (*pod["containers"], *pod.get("initContainers", ()))}
-    assert image.startswith("REGISTRY/twostroke:")
-    assert image.endswith("-cpu") == (overlay == "cpu-demo")
-
-
-@every_overlay
-def test_every_pod_of_ours_has_the_secret_the_keys_and_the_model(overlay: str) -> None:
-    folder = config(overlay).model.path
-    ours = {"head": ray_cluster(overlay)["headGroupSpec"]["template"]}
-    ours |= {name: group["template"] for name, group in groups(overlay).items()}
-    for name, template in ours.items():
-        one = container(template)
-        assert "TWOSTROKE_SECRET" in [variable["name"] for variable in one["env"]], name
-        mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
-        assert mounts == {"/etc/twostroke"} | ({"/models"} if folder.startswith("/models/") else set()), name
-        of_autoscaler = {"kubernetes-api"} if name == "head" else set()
-        assert {mount["name"] for mount in one["volumeMounts"]} | of_autoscaler == {
-            volume["name"] for volume in template["spec"]["volumes"]
-        }
-
-
 def secrets_in(node: Any) -> Iterator[tuple[str, str]]:
     """Names and keys of Secrets, wherever a manifest asks for one."""
     if isinstance(node, list):
@@ -403,14 +325,6 @@ def test_the_page_makes_every_secret_that_a_manifest_asks_for() -> None:
     assert asked == made
 
 
-@every_overlay
-def test_a_pod_is_given_the_time_to_take_its_replicas_elsewhere(overlay: str) -> None:
-    drain_s = float(ray_env()["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-    for group in groups(overlay).values():
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s + 10
-        assert "pkill -TERM" in container(group["template"])["lifecycle"]["preStop"]["exec"]["command"][-1]
-
-
 def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: Path) -> None:
     """The hook runs as in a pod, but for the name, because other Rays may run on this machine."""
     command = container(groups("cpu-demo")["decode"]["template"])["lifecycle"]["preStop"]["exec"]["command"]
@@ -427,33 +341,6 @@ def test_the_hook_ends_rays_starter_and_comes_back_when_it_has_ended(tmp_path: P
 
 
 # --- the head's state ---
-
-
-@pytest.mark.parametrize("overlay", ["aws", "h100-16"])
-def test_the_head_keeps_its_state_in_the_redis_beside_it_with_its_password(overlay: str) -> None:
-    options = ray_cluster(overlay)["gcsFaultToleranceOptions"]
-    host, _, port = options["redisAddress"].partition(":")
-    (service,) = [one for one in of_kind(overlay, "Service") if one["metadata"]["name"] == host]
-    (deployment,) = [one for one in of_kind(overlay, "Deployment") if one["metadata"]["name"] == host]
-    template = deployment["spec"]["template"]
-    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
-    assert [one["port"] for one in service["spec"]["ports"]] == [int(port)]
-    redis = container(template)
-    assert [one["containerPort"] for one in redis["ports"]] == [int(port)]
-    (password,) = redis["env"]
-    assert password["valueFrom"] == options["redisPassword"]["valueFrom"]
-    assert password["valueFrom"]["secretKeyRef"]["key"] == "redis_password"  # of nothing else
-    (script,) = redis["args"]
-    server, _, settings = script.partition("<<END\n")
-    assert settings == f"requirepass ${password['name']}\nEND\n"
-    _, _, *words, stdin = shlex.split(server)
-    assert stdin == "-"
-    kept = dict(zip(words[::2], words[1::2], strict=True))
-    assert kept["--appendonly"] == "yes"
-    (volume,) = template["spec"]["volumes"]
-    assert redis["volumeMounts"] == [{"name": volume["name"], "mountPath": kept["--dir"]}]
-    claims = [one["metadata"]["name"] for one in of_kind(overlay, "PersistentVolumeClaim")]
-    assert volume["persistentVolumeClaim"]["claimName"] in claims
 
 
 def test_redis_takes_the_pods_arguments(tmp_path: Path) -> None:
@@ -510,30 +397,6 @@ def test_the_job_downloads_once_what_a_server_would_and_gives_the_folder_its_nam
     assert tried(fails=1) == 0  # it is there
 
 
-def test_a_job_that_has_ended_is_in_no_upgrades_way() -> None:
-    for overlay in OVERLAYS:
-        for job in of_kind(overlay, "Job"):  # whose image nobody may change
-            assert job["spec"]["ttlSecondsAfterFinished"] <= 3600
-
-
-@pytest.mark.parametrize("overlay", ["one-node-gpu", "aws"])
-def test_pods_wait_for_the_model_that_the_job_brings(overlay: str) -> None:
-    names = {variable["name"]: variable for variable in download_job()["env"]}
-    assert names["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "twostroke-hub", "key": "token", "optional": True}
-    assert names["HF_HOME"]["value"].startswith("/models/")
-    claims = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "PersistentVolumeClaim")}
-    assert claims["twostroke-models"]["accessModes"] == ["ReadWriteMany"]  # each node's pods read it
-    for group in groups(overlay).values():
-        (waits,) = group["template"]["spec"]["initContainers"]
-        assert f"{config(overlay).model.path}/config.json" in waits["command"][-1]
-        claimed = [
-            one["persistentVolumeClaim"]["claimName"]
-            for one in group["template"]["spec"]["volumes"]
-            if one["name"] == "models"
-        ]
-        assert claimed == ["twostroke-models"]
-
-
 # --- the load balancer and monitoring ---
 
 
@@ -547,42 +410,3 @@ def test_files_that_follow_from_others_are_up_to_date() -> None:
 def test_haproxy_takes_the_configuration_that_finds_pods_by_name() -> None:
     done = run(str(haproxy_binary()), "-c", "-f", str(HAPROXY), env={"POD_NAMESPACE": NAMESPACE})
     assert done.returncode == 0, done.stderr
-
-
-@every_overlay
-def test_clients_have_one_balancer_and_it_finds_the_routers(overlay: str) -> None:
-    by_steps = ray_service(overlay)["spec"]["upgradeStrategy"]["type"] == "NewClusterWithIncrementalUpgrade"
-    balancers = [one for one in of_kind(overlay, "Service") if one["spec"].get("type") == "LoadBalancer"]
-    assert len(balancers) == (0 if by_steps else 1)  # a Gateway, or ours
-    headless = [
-        one["metadata"]["name"] for one in of_kind(overlay, "Service") if one["spec"].get("clusterIP") == "None"
-    ]
-    assert all(f'"{name}.${{POD_NAMESPACE}}' in kubernetes_haproxy() for name in headless)
-
-
-@pytest.mark.parametrize("overlay", ["h100-16", "aws"])
-def test_prometheus_scrapes_an_address_that_no_upgrade_changes_under_the_job_of_the_alerts(overlay: str) -> None:
-    (scraped,) = of_kind(overlay, "ScrapeConfig")
-    ((target,),) = (static["targets"] for static in scraped["spec"]["staticConfigs"])
-    name, namespace, _ = target.split(".")
-    (service,) = (one for one in of_kind(overlay, "Service") if one["metadata"]["name"] == name)
-    assert service["metadata"]["namespace"] == namespace == NAMESPACE
-    assert target.endswith(f"svc:{service['spec']['ports'][0]['port']}")
-    assert service["spec"]["sessionAffinity"] == "ClientIP"
-    assert scraped["spec"]["jobName"] == "twostroke"
-    (monitor,) = of_kind(overlay, "PodMonitor")
-    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        assert {"targetLabel": "job", "replacement": "ray"} in endpoint["relabelings"]
-        ports = {port["name"] for template in templates(overlay).values() for port in container(template)["ports"]}
-        assert endpoint["port"] in ports
-    (rule,) = of_kind(overlay, "PrometheusRule")
-    for one in (scraped, monitor, rule):
-        assert one["metadata"]["labels"]["release"] == "kube-prometheus-stack"
-    assert any("alert" in each for group in rule["spec"]["groups"] for each in group["rules"])
-
-
-def test_grafana_is_given_the_dashboard() -> None:
-    (found,) = (one for one in of_kind("aws", "ConfigMap") if "dashboard" in one["metadata"]["name"])
-    assert found["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    assert [json.loads(text) for text in found["data"].values()] == [json.loads(DASHBOARD.read_text(encoding="utf-8"))]
-    assert all(fnmatch(name, "*.json") for name in found["data"])
