@@ -145,8 +145,8 @@ class LoadedEngine:
         _warm_up(runner, self.kv_cache, self.max_context)
         if runner.num_broken_rows > num_broken:
             raise ConfigError(
-                f"{self._config.model_dir}: the logits of a first prompt are NaN or infinite: the weights are broken, or "
-                f"too large for {str(self._dtype).removeprefix('torch.')}: take another copy, or set model.dtype: "
+                f"{self._config.model_dir}: the logits of a first prompt are NaN or infinite: the weights are broken, "
+                f"or too large for {str(self._dtype).removeprefix('torch.')}: take another copy, or set model.dtype: "
                 "float32"
             )
 
