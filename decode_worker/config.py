@@ -15,7 +15,7 @@ class DecodeConfig(WorkerConfig):
 
     max_step_tokens: Count = 512
     """Tokens of one step, at least `max_batch`: one for each running request, the rest for prompts computed here.
-    Larger ones end such prompts sooner, and space the running streams' tokens out."""
+    Larger ones end those prompts sooner, and space the running streams' tokens out."""
     max_batch: Count = 256
     """Requests in one step, at most `max_step_tokens`. Fewer for shorter times between tokens."""
     tpot_safety: Annotated[float, Ge(0.01), Le(1)] = 0.9

@@ -110,7 +110,7 @@ class DecodeWorker(Worker[DecodeCall]):
         """Continue the request to its end; its tokens go out on its router's token channel. Cancelling it aborts.
 
         With a ticket the prompt's KV is expected from the prefill worker; should it not arrive, and without a ticket,
-        the prompt is computed here. With `pull`, which comes only without a ticket, another worker has been asked to
+        the prompt is computed here. With `pull`, which comes only without a ticket, another worker was requested to
         send the KV of the prompt's prefix; what does not arrive in time, or not whole, is computed here.
 
         A request that its router cancels returns without a finish reason. Raises RequestError (can't be served),
@@ -243,9 +243,9 @@ class DecodeWorker(Worker[DecodeCall]):
             first_token = await incoming.verified()
             if first_token is None:
                 call.computes_prompt = True  # the source takes the transfer for a success
-                raise TransferFailed("it came without a first token, as a cached prefix does")
+                raise TransferFailed("it has no first token, like a cached prefix")
         except TransferFailed as error:
-            _log.warning("the KV did not come: %s", error, extra=about(call.request.log_context))
+            _log.warning("the KV was not received: %s", error, extra=about(call.request.log_context))
             self._scheduler.transfer_failed(call.job)
             if not (call.computes_prompt or call.job.has_ended):
                 self._scheduler.wait_on(call.job)

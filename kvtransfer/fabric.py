@@ -54,11 +54,11 @@ def interface_of(address: str) -> str | None:
         wanted = socket.inet_aton(address)
     except OSError:
         return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:_IF_NAME_BYTES])
             try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, request)
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
             except OSError:  # one without an address
                 continue
             if answer[_IF_ADDRESS] == wanted:

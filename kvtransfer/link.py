@@ -7,8 +7,8 @@ go. A link that breaks, or damages what it carries, is given up with everything 
 `tcp`, `shm`, `cuda_ipc`, `torch_distributed` (NCCL, gloo) and `nixl` stand behind it, in transports/. Registered memory
 and descriptors are a Transport's own business, and remote reads a ReceivingEnd's `receive`.
 
-Digests of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seal. They find damage, not malice: who
-may send at all is settled by tickets and by the link's one-time token.
+Digests of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seal. They find damage, not malice:
+tickets and the link's one-time token decide which peer may send.
 """
 
 import struct

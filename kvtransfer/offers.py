@@ -61,7 +61,7 @@ class AwaitedOffers:
 
     def _on_offer(self, transfer_id: bytes) -> None:
         awaited = self._awaited.get(transfer_id)
-        if awaited is None or not self._receiver.has_offer(awaited.ticket):  # somebody else has declined it
+        if awaited is None or not self._receiver.has_offer(awaited.ticket):  # another source has declined it
             return
         self._take(transfer_id)
         awaited.on_offered()

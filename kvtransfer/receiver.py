@@ -306,7 +306,7 @@ class KVReceiver(RankSide):
         def expire() -> None:
             transfer_id = pending.offer.ticket.transfer_id
             if self._take_offer(transfer_id, pending.connection.source_rank) is not None:
-                pending.connection.post(Abort(transfer_id, "no request came for the offer in time"))
+                pending.connection.post(Abort(transfer_id, "no request for the offer arrived in time"))
 
         pending.deadline.restart(expire)
 
@@ -404,7 +404,7 @@ class ReceiverConnection:
                         self._receiver.declined(self, transfer_id, f"the source gave up: {reason}")
                 case _:
                     raise ProtocolError(f"a source does not send {type(message).__name__}")
-            await self._control.drain()  # one that reads no answers is not asked for more reasons to answer
+            await self._control.drain()  # a source that reads no answers gets no further messages read
 
     def _announce(self, chunk: Chunk, cut: Cut) -> None:
         """Queue a chunk that arrives over the link next. Raises ProtocolError where its length can't be right."""
@@ -447,7 +447,7 @@ class ReceiverConnection:
             movers = [self._move(link, patience) for _ in range(pace_of(self._receiver.store).chunks_under_way)]
             try:
                 reason = await run_until_lost(*movers)
-                if reason != _DAMAGED:  # which was told already
+                if reason != _DAMAGED:  # which was sent already
                     self.post(Refuse(reason))  # at once: to close the link may take a while
             finally:
                 await finish(link.close())

@@ -69,10 +69,10 @@ class KVSender(RankSide):
     ) -> OutgoingTransfer:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
-        `block_ids` is the request's block table, which must cover the tokens, but for windows that have not come so far
-        (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already, in
-        all layers. A ticket that names another source, or was used, fails the transfer. Raises
-        ValueError where tokens and blocks don't fit.
+        `block_ids` is the request's block table, which must cover the tokens, except for windows that have not reached
+        them (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already,
+        in all layers. A ticket that names another source, or was used, fails the transfer. Raises ValueError where
+        tokens and blocks don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
@@ -98,7 +98,7 @@ class KVSender(RankSide):
             pairs = self._rank_pairs(ticket)
             if not self._opened_tickets.use(ticket.transfer_id):
                 raise ValueError("the ticket was used before")
-        except ValueError as error:  # nobody connects to an address out of another worker's ticket
+        except ValueError as error:  # a ticket of another worker opens no connection
             transfer.fail(str(error))
             return transfer
         for pair in pairs:
@@ -254,7 +254,7 @@ class SenderConnection:
     # --- the lanes' calls (LaneCarrier) ---
 
     def has_work(self, lane: OutgoingLane) -> None:
-        """Let `lane` send what it has to: its commit now, a chunk when its turn comes."""
+        """Let `lane` send its commit now, and a chunk in its turn."""
         if self._control is None:
             return
         commit = lane.take_commit()
@@ -285,7 +285,7 @@ class SenderConnection:
         if isinstance(answer, Refuse):
             raise ConnectionLost(f"the target refuses the connection: {answer.reason}")
         if not isinstance(answer, Welcome) or answer.receiver != self.target or answer.kv is None:
-            raise ProtocolError(f"{self.address} answers as somebody else: {answer}")
+            raise ProtocolError(f"{self.address} answers as another worker: {answer}")
         if answer.kv.rank != self._pair.target_rank:
             raise ProtocolError(f"{self.address} is rank {answer.kv.rank}, not {self._pair.target_rank}")
         fault = incompatibility(ours.store.layout, answer.kv.layout, encoding)
@@ -323,7 +323,7 @@ class SenderConnection:
                 if (lane := self._lanes.get(transfer_id)) is not None:
                     lane.awaited()
             case Grant() | Verified():
-                # A lane that was given up here: an answer that crosses our abort is nobody's fault.
+                # An answer that crosses our abort of a lane is no fault.
                 lane = self._lanes.get(message.transfer_id)
                 if lane is not None and lane.state is not SenderState.ABORTING:
                     self._answer(lane, message)

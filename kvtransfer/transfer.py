@@ -43,11 +43,11 @@ class LaneCarrier(LaneKeeper, Protocol):
     """The connection of a sending lane, as the lane sees it."""
 
     def has_work(self, lane: "OutgoingLane") -> None:
-        """Send a chunk or the commit of the lane, when its turn comes."""
+        """Send a chunk or the commit of the lane, in its turn."""
 
 
 class TransferCompletion:
-    """The end of a transfer: it comes once, by success or failure."""
+    """The end of a transfer, once, by success or failure."""
 
     def __init__(self) -> None:
         self.first_token: SampledToken | None = None  # received with the KV
@@ -61,7 +61,7 @@ class TransferCompletion:
         return self._over.is_set()
 
     def abort(self, reason: str) -> None:
-        """Give the transfer up; the peer is told. Never waits. Any time, any number of times."""
+        """Give the transfer up and tell the peer. Never waits. Any time, any number of times."""
         self.is_given_up |= self.failure is None and not self.ended
         self.fail(reason)
 
@@ -139,7 +139,7 @@ class LaneTransfer(Generic[S]):
         return self.state in ENDS
 
     def abort(self, reason: str) -> None:
-        """Give the lane up, and its transfer; the peer is told. Any time, any number of times."""
+        """Give the lane and its transfer up and tell the peer. Any time, any number of times."""
         self._end(TransferEvent.ABORT, reason, tell_peer=True)
 
     def peer_aborted(self, reason: str) -> None:

@@ -16,7 +16,7 @@ from twostroke.worker.scheduling.scheduler import RolePolicy, Scheduler
 from twostroke.worker.scheduling.step import PromptBudget
 
 LEFT_TO_HIGHER = 8
-"""The part of the blocks, one in so many, that KV waiting to be sent leaves to prompts of higher classes."""
+"""One in this number of blocks is left to prompts of higher classes than KV that waits to be sent."""
 
 
 class PrefillPolicy(RolePolicy):

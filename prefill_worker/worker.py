@@ -71,7 +71,7 @@ class PrefillWorker(Worker[PrefillCall]):
     ) -> PrefillReply:
         """Compute the prompt and return its first token; with a ticket, send its KV on. Cancelling it aborts both.
 
-        With `pull`, another worker has been asked to send the KV of the prompt's prefix; what does not arrive in time,
+        With `pull`, another worker was requested to send the KV of the prompt's prefix; what does not arrive in time,
         or not whole, is computed here. Returns before the KV has been sent on: the decode worker handles a transfer
         that fails. Raises RequestError (can't be served), TicketRefused or EpochMismatch (a ticket for another worker),
         WorkerLost (the worker is ending, its engine died, or the request's router is gone).
@@ -187,7 +187,7 @@ class PrefillWorker(Worker[PrefillCall]):
         except TransferFailed as error:
             _log.warning("the KV was not sent: %s", error, extra=about(call.request.log_context))
             if not call.is_aborted:  # else no decode worker waits for it
-                # The decode worker may not even know that there was something to wait for, so its router is told.
+                # Through its router, since the decode worker may not even know that it waits for KV.
                 self._token_server.kv_not_sent(call.request.router_id, call.request.request_id)
         finally:
             self._scheduler.end_sending(call.job)

@@ -27,8 +27,8 @@ class WorkerConfig(Section):
     pull_wait_s: Interval = 0.5
     """Seconds that a prompt whose prefix is pulled waits for the other worker's offer; then it is computed here."""
     min_pull_tokens: Count = 64
-    """An offer that would spare fewer tokens is declined: more may be cached here than the router knew. The router asks
-    for no pulls that spare less than `router.pull_min_tokens`. Raise it where the wire is slow and the worker is
+    """An offer that would spare fewer tokens is declined: more may be cached here than the router knew. The router
+    requests no pulls that spare less than `router.pull_min_tokens`. Raise it where the wire is slow and the worker is
     fast."""
     max_step_s: Interval = 60.0
     """Seconds after which a step is stuck: the worker takes no more requests and is replaced. Raise it for huge steps

@@ -8,7 +8,7 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.stats import StepCosts
 
 BLOCK_TOKENS = 16
-CALL_S = 0.005  # to a worker and back, where nobody has measured it
+CALL_S = 0.005  # to a worker and back, where it is not measured
 
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
@@ -24,7 +24,7 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_bytes_per_s: AboveZero
     step_tokens: AtLeastOne
     max_batch: AtLeastOne
-    source: str  # where the figures come from
+    source: str  # the origin of the figures
     num_layers: AtLeastOne = 32  # of a prompt's KV the last layer's part can't travel while the prompt is computed
     beside: StepCosts | None = None  # while another worker of the same machine computes; None: it has its own
     http_s: float = 0.0  # of a first token: HTTP, tokenising, admission

@@ -28,12 +28,12 @@ from twostroke.protocol.stats import StepCosts
 
 COLD_STEPS = 5
 FIRST_SAMPLES = 10  # behind the first fit
-BATCH = 32  # steps that are taken in at once, where nobody asks earlier: one at a time would cost the event loop more
+BATCH = 32  # new steps after which costs are fitted: a fit for each would cost the event loop more
 KEPT = 16  # steps of a kind
 MOST_KINDS = 64
 MEMORY = 100.0  # steps after which one counts 1/e
 LEAST_WEIGHT = 0.01  # of a step, however old
-ROUNDS = 24  # of fitting, and finding out who is far off, at most
+ROUNDS = 24  # most rounds of fitting
 SETTLED = 0.03  # a round that changes no step's expected time by more than this part has found what it could
 MOST_EDGE = 20.0  # of the first round: how far off a step may be, as a logarithm
 NARROWER = 4.0  # times, once that has settled
@@ -99,7 +99,7 @@ class _Kind:
     """The last steps of a kind. They also stand for those before them."""
 
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
-    weight: float = 0.0  # of all its steps, when the newest came
+    weight: float = 0.0  # of all its steps, at the newest one
 
     def add(self, sample: Sample) -> None:
         if self.samples:
@@ -118,7 +118,7 @@ class StepCostFit:
     def __init__(self, expert_share: float = 0.0) -> None:
         """`expert_share` is the model's, as in StepCosts."""
         self._expert_share = expert_share
-        self._is_plain = False  # some step that was told of
+        self._is_plain = False  # some step was plain
         self._num_told = 0
         self._num_samples = 0
         self._num_pending = 0

@@ -20,6 +20,7 @@ from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.config import WorkerConfig
+from twostroke.worker.constants import AHEAD_S, MOST_BROKEN_REQUESTS
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.step_costs import StepContent
 
@@ -170,11 +171,6 @@ class StepLoop:
                     _log.error("%d blocks are owned although the worker is idle", pool.owned_blocks)
 
 
-MOST_BROKEN_REQUESTS = 16
-"""Requests in a row without sound logits after which the model counts as broken. One request alone may cause its own
-broken logits, by a prompt whose activations overflow."""
-
-
 class LogitHealth:
     """Notices a worker whose steps give no logits that are numbers."""
 
@@ -203,12 +199,6 @@ class LogitHealth:
             "cache are broken"
         )
 
-
-AHEAD_S = 0.003
-"""Seconds before the expected end of a step with prompts at which the next one is scheduled behind it.
-
-This is enough for the event loop and for the launch of a GPU's first kernels. Requests that arrive later are not in the
-next step."""
 
 StepT = TypeVar("StepT")
 

@@ -77,7 +77,7 @@ class WorkerDeps:
     max_context: int  # tokens; the model's
     weights: str | None = None  # the storage format of quantised ones
     expert_share: float = 0.0  # of the model's experts, that a token takes; 0: it has none
-    expert_hits: ReadHits | None = None  # None: nobody counts them
+    expert_hits: ReadHits | None = None  # None: they are not counted
     expert_balance: ExpertBalance | None = None  # None: ranks hold no copies of experts
     grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
     vocab_size: int | None = None  # the model's; None: unknown
@@ -452,7 +452,7 @@ _NO_SCORES = ScoringParams()
 
 def _grammar_too_complex() -> RequestError:
     return RequestError(
-        "the answer has come to where its schema or grammar can't be followed: nothing may come next there, or to find "
-        "out what takes too long: make it simpler",
+        "the answer has reached a point where its schema or grammar can't be followed: no token may come next there, "
+        "or finding one takes too long: make it simpler",
         code="grammar_too_complex",
     )

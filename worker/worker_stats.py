@@ -9,12 +9,8 @@ from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
+from twostroke.worker.constants import MARK_S, WINDOW_S
 from twostroke.worker.step_costs import StepContent
-
-WINDOW_S = 10.0
-"""Length of the window over which utilisation is averaged."""
-MARK_S = 1.0
-"""Resolution of that window."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The lifecycle of a transfer on either side, as one table.
 
 Rules of this file: nothing here does I/O, waits, or knows a clock. A state and an event give the next state; a pair
-that is not in the table raises. Whoever drives a transfer asks here first and acts afterwards.
+that is not in the table raises. The drivers of a transfer call `transition` first and act afterwards.
 
 The states are those of one lane (a pair of ranks); a transfer has ended once all its lanes have. An offer that arrives
 before the request it belongs to is no transfer yet: the receiver keeps it aside.
@@ -27,8 +27,8 @@ class SenderState(Enum):
                                       v   |      COMMIT          |      VERIFIED       |
                                      SENDING ------------> FINISHING ----------> RELEASING
 
-      ABORT      any state but the last two -> ABORTED, from SENDING and FINISHING by way of ABORTING
-      PEER_LOST  any state -> ABORTED, but RELEASING -> RELEASED
+      ABORT      any state but RELEASING and RELEASED -> ABORTED; from SENDING and FINISHING by way of ABORTING
+      PEER_LOST  any state but RELEASING and RELEASED -> ABORTED; RELEASING -> RELEASED
 
     In the lower row and in ABORTING a chunk's bytes are being read from the blocks. CHUNK_BEGIN is the first chunk
     under way, CHUNK_END the last; the lane counts those between. An ABORT waits for the chunks under way. PEER_LOST is
@@ -58,7 +58,7 @@ class ReceiverState(Enum):
                              v   |
                            RECEIVING
 
-      ABORT      any state but VERIFIED -> ABORTED, from RECEIVING by way of ABORTING
+      ABORT      any state but VERIFIED -> ABORTED; from RECEIVING by way of ABORTING
       PEER_LOST  any state but VERIFIED -> ABORTED
 
     In RECEIVING and ABORTING a chunk's bytes are being written into the blocks, which may be freed in VERIFIED and
@@ -127,7 +127,7 @@ _TABLE = _table()
 
 
 def transition(state: S, event: TransferEvent) -> S:
-    """Return the state after `event`. Raises IllegalTransition where the table has no such cell."""
+    """Return the state after `event`. Raises IllegalTransition where the table has no cell for it."""
     after: S | None = _TABLE.get((state, event))
     if after is None:
         raise IllegalTransition(f"{event} can't happen in {state}")

@@ -83,7 +83,7 @@ def share_layer(tensor: torch.Tensor) -> LayerHandle:
 def open_layer(shared: LayerHandle, device: torch.device) -> torch.UntypedStorage:
     """The peer's memory, mapped for our own device until the storage is dropped. Raises RuntimeError.
 
-    The peer's device need not be in sight of this process: CUDA opens handles of memory of any. Torch is told to
+    The peer's device need not be visible to this process: CUDA opens handles of memory of any device. Torch is told to
     wait for no event, which would be that device's: what is read was computed before it was announced.
     """
     opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_cuda(

@@ -48,7 +48,7 @@ class DeviceQueue:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def keep(self, memory: Tensor) -> None:
-        """Work on this stream uses memory of another's: freed, it becomes nobody's before that work is done."""
+        """Keep memory of another stream from being reused before work on this stream is done."""
         if self._stream is not None:
             memory.record_stream(self._stream)
 
@@ -252,7 +252,7 @@ class CudaStaging:
         self._memory: list[Tensor | None] = [None] * self.num_buffers
 
     def warm_up(self) -> None:
-        """Packs a unit and unpacks it. Raises RuntimeError, too, where it doesn't come out as it went in."""
+        """Pack a unit and unpack it. Raises RuntimeError also where the result differs."""
         scratch = CudaStaging(ScratchStore(self._cut, self._units.device), self._cut)
         packed, unit = scratch.buffer(0, 1), _any_unit(self._cut)
         scratch.pack(unit, _ANY_SEAL, packed)

@@ -12,7 +12,7 @@ unit on the wire: the codes [kinds, num_heads, unit_tokens, head_dim], then the 
 little-endian.
 
 Errors: int8 within s / 2; fp8 within 1/16 of the value, or s * 2**-10 for values below s * 2**-6. Then the target
-rounds to its own dtype. A row with NaN or infinity comes out as NaN altogether: broken KV stays recognisably so.
+rounds to its own dtype. A row with NaN or infinity becomes all NaN, so broken KV stays recognisable.
 
 The same on CUDA: model/cuda/kernels/kv_units.py; both ends may run either.
 """
@@ -130,7 +130,7 @@ class HostWire:
         self._wire = self._raw
 
     def outgoing(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
-        """The units' bytes as on the wire. A batch holds until the next one is asked for. Raises ValueError."""
+        """Yield the units' bytes in their form on the wire. A batch is valid until the next one. Raises ValueError."""
         if self._cut.is_whole_blocks:
             yield from batches(self._units.views(segments))
             return
@@ -141,7 +141,7 @@ class HostWire:
             yield [wire.data]
 
     def incoming(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
-        """Room for the units' bytes; they are in their places once the next batch was asked for. Raises ValueError."""
+        """Yield room for the units' bytes, which move to their places with the next batch. Raises ValueError."""
         if self._cut.is_whole_blocks:
             yield from batches(self._units.views(segments))
             return

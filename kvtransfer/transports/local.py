@@ -6,7 +6,7 @@ digests what it has written, and compares. What the memory is, and how it is rea
 
 Why a zombie can do no harm: the source never maps the target's cache, so whatever it does after its lease, it writes
 nothing there. Only the target's own thread writes into the target's blocks, for a transfer that the target still holds
-blocks for. What it reads after the source has given a block to somebody else doesn't fit the digest, or belongs to a
+blocks for. What it reads after the source has given a block to another request doesn't fit the digest, or belongs to a
 transfer that has ended.
 
 The socket has an abstract name: nothing is left in the file system.

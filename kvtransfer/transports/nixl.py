@@ -15,7 +15,7 @@ closed. NIXL itself can't be trusted with more: releasing a read that is under w
 goes on with it until the agent is gone. So each link has an agent, which ends with it, and then its buffers.
 
 Two sockets listen: our LinkListener, on the worker's address, until the peer has connected; and UCX, which needs TCP to
-find out that a peer is gone, on that address's interface alone (UCX_NET_DEVICES, where nobody else has set it). NIXL's
+find out that a peer is gone, on that address's interface alone (UCX_NET_DEVICES, unless it is set already). NIXL's
 listener and its progress thread, which takes a whole core even when idle, are off: UCX's part in a read is done by the
 threads that wait for its end.
 
@@ -225,7 +225,7 @@ class NixlEnd(ABC):
         self._buffers = []
 
     def _packed(self, index: int, num_units: int) -> Tensor:
-        """The beginning of a buffer, with room for so many units and their digest. Raises ProtocolError."""
+        """Return the beginning of a buffer, with room for the units and their digest. Raises ProtocolError."""
         if num_units > self._num_units:
             raise ProtocolError(f"a chunk of {num_units} units has no room in buffers of {self._num_units}")
         return self._staging.buffer(index, num_units)

@@ -5,7 +5,7 @@ target believes none of it: it maps the memory, read-only, once it has seen that
 the end of a mapped file is a SIGBUS), and that everything described is inside.
 
 The target copies a chunk batch by batch, from the source's blocks into its own, and digests what it copies on the way:
-in memory of its own, so that nobody changes it between digest and block. Heads and block sizes may differ; KV that is
+in memory of its own, so that nothing changes it between digest and block. Heads and block sizes may differ; KV that is
 encoded on its way goes by another transport. Of the link around this, and of zombies: see local.py.
 """
 

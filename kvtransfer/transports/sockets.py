@@ -265,7 +265,7 @@ class LinkThread:
         The Rest that it may return is carried out even where the link has broken meanwhile, so all work that was
         launched has ended when this returns.
 
-        Raises ConnectionLost for an OSError, for a RuntimeError (CUDA's errors are such), and once the link is broken.
+        Raises ConnectionLost for an OSError, for a RuntimeError (like CUDA's errors), and once the link is broken.
         A cancellation breaks it too.
         """
 

@@ -140,7 +140,7 @@ class PendingGroup:
         if self._established:
             return
         # A thread that waits for the peer wakes up, to find the link closed; if the word does not reach it, it wakes
-        # with the store's time-out. Without a group it can't touch the store, so nobody waits for it here.
+        # with the store's time-out. Without a group it can't touch the store, so nothing waits for it here.
         self.link.shut_store()
         with contextlib.suppress(RuntimeError):
             await asyncio.to_thread(self.link.announce, self.prefix, "given up")
@@ -208,7 +208,7 @@ class GroupLink:
             PrefixStore(prefix, self._rendezvous.clone()).set(_JOINED_KEY, word)
 
     def await_peer(self, prefix: str) -> None:
-        """Wait until the peer has come, or `announce` was called here: for the store's time-out at most."""
+        """Wait until the peer has joined, or `announce` was called here: for the store's time-out at most."""
         if self._rendezvous is not None:
             PrefixStore(prefix, self._rendezvous).get(_JOINED_KEY)
         if self._closed:
@@ -312,7 +312,7 @@ class GroupLink:
     def _retire(self, ended: asyncio.Future[Any]) -> None:
         self._busy -= 1
         if not ended.cancelled():
-            ended.exception()  # an error of abandoned work has nobody left to be told to
+            ended.exception()  # no caller is left for an error of abandoned work
 
     # --- the end ---
 
@@ -371,7 +371,7 @@ class GroupLink:
             raise ConnectionLost("the link is closed")
 
     def shut_store(self) -> None:
-        """Nothing touches the store any more, and whoever joins now finds the link closed."""
+        """Close the store: nothing touches it any more, and a peer that joins now finds the link closed."""
         with self._touching_store:  # waits for a copy at most
             self._closed = True
 

@@ -4,7 +4,6 @@ And what becomes of a request whose KV does not come.
 """
 
 import asyncio
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -78,7 +77,7 @@ async def test_it_waits_no_longer_than_its_router_lives(rig: Rig) -> None:
 
 @pytest.mark.parametrize("first", ["the request", "the offer"])
 @played_by(play, **FULL)
-async def test_kv_whose_request_waits_for_room_is_kept_and_comes_when_there_is_some(rig: Rig, first: str) -> None:
+async def test_kv_whose_request_waits_for_room_is_kept_until_there_is_some(rig: Rig, first: str) -> None:
     busy, ticket, request = await fill(rig), rig.ticket(), a_request(18, cache_salt=b"tenant")
     async with source_beside(rig, peer=PREFILL) as prefill:
         if first == "the request":
@@ -118,39 +117,8 @@ async def test_a_source_hears_that_its_request_waits_only_where_it_does(rig: Rig
     await asyncio.gather(call, other, return_exceptions=True)
 
 
-@pytest.mark.parametrize(
-    "end", ["the client leaves", "the router cancels", "the router is lost", "the prefill failed", "the engine dies"]
-)
-@played_by(play, **FULL)
-async def test_kept_kv_is_given_up_with_its_request(rig: Rig, end: str) -> None:
-    busy = await fill(rig)
-    ticket = await rig.offer(18)
-    call = begin(rig.worker.decode(a_request(18, cache_salt=b"tenant"), ticket))
-    assert await told(rig.prefill, Awaited | Grant | Abort) == Awaited(ticket.transfer_id)
-    match end:
-        case "the client leaves":
-            call.cancel()
-        case "the router cancels":
-            rig.router.send(Cancel("r"))
-        case "the router is lost":
-            await rig.router.close()
-        case "the prefill failed":
-            rig.router.send(PrefillFailed("r"))
-        case "the engine dies":
-            rig.engine.fail_at_step = rig.engine.num_steps
-            rig.engine.released.set()
-    message = await told(rig.prefill, Awaited | Grant | Abort)
-    assert isinstance(message, Abort)
-    assert rig.worker._deps.receiver._kept == set()
-    rig.engine.released.set()
-    with suppress(WorkerLost):
-        await busy
-    with suppress(WorkerLost, asyncio.CancelledError):
-        await call
-
-
 @played_by(play, role="decode", router_wait_s=2 * LONG_S)
-async def test_a_request_that_ended_in_its_transfer_waits_for_no_word_of_its_router(rig: Rig) -> None:
+async def test_a_request_that_ended_in_its_transfer_does_not_wait_for_its_router(rig: Rig) -> None:
     call = begin(rig.worker.decode(a_request(cache_salt=b"tenant"), await rig.offer()))
     await told(rig.prefill, Grant)
     rig.router.send(Cancel("r"))
@@ -222,7 +190,7 @@ async def test_an_offer_whose_request_is_given_up_is_aborted_at_once(rig: Rig) -
 
 
 @played_by(play, role="decode")
-async def test_kv_comes_and_its_first_token_goes_out_while_the_engine_is_busy(rig: Rig) -> None:
+async def test_kv_arrives_and_its_first_token_is_sent_while_the_engine_is_busy(rig: Rig) -> None:
     ticket, request = rig.ticket(), a_request()
     rig.engine.released.clear()
     busy = begin(rig.worker.decode(a_request(9, "busy"), None))
@@ -241,7 +209,7 @@ async def test_kv_comes_and_its_first_token_goes_out_while_the_engine_is_busy(ri
 
 @pytest.mark.parametrize("when", ["as it is verified", "after its first token"])
 @played_by(play, role="decode")
-async def test_a_failure_told_of_kv_that_has_come_changes_nothing(rig: Rig, when: str) -> None:
+async def test_a_message_of_a_failed_prefill_after_its_kv_has_arrived_changes_nothing(rig: Rig, when: str) -> None:
     ticket, request = rig.ticket(), a_request()
     call = begin(rig.worker.decode(request, ticket))
     async with source_beside(rig, peer=PREFILL) as prefill:
@@ -310,7 +278,7 @@ async def export(rig: Rig, request: GenerateRequest, *, taken: bool = True) -> t
 
 
 @played_by(play, role="decode")
-async def test_what_was_decoded_here_is_sent_to_whoever_pulls_it(rig: Rig) -> None:
+async def test_what_was_decoded_here_is_sent_to_a_worker_that_pulls_it(rig: Rig) -> None:
     first = a_request(10, max_tokens=20)
     await rig.worker.decode(first, None)
     turn = (*first.token_ids, *expected_tokens(first, (0,) * LAYERS))
@@ -375,7 +343,7 @@ async def test_a_resumed_request_pulls_what_the_lost_worker_may_have_left_elsewh
 
 
 @played_by(play, role="decode", min_pull_tokens=8)
-async def test_a_failed_prefill_that_is_told_of_a_request_without_one_disturbs_no_pull(rig: Rig) -> None:
+async def test_a_message_of_a_failed_prefill_for_a_request_without_one_disturbs_no_pull(rig: Rig) -> None:
     rig.links.bytes_per_s = 1e4
     async with source_beside(rig, 40) as source:
         ticket = source.offer(a_request(41))

@@ -41,7 +41,7 @@ def test_the_batch_grows_as_far_as_the_tightest_promise_allows() -> None:
     assert fitting(0.040, 0.040, safety=0.5) == 3 + 1
 
 
-def test_without_a_promise_and_without_known_costs_nobody_waits() -> None:
+def test_without_a_promise_and_without_known_costs_no_request_waits() -> None:
     assert fitting(None) == 100
     places = step_budget().places()
     for _ in range(5):

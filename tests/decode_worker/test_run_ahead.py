@@ -126,7 +126,7 @@ def test_what_an_aborted_request_computed_ahead_is_not_named():
     assert [len(rig.pool.names(block_id, block_id + 1)) for block_id in block_ids] == [1, 0]
 
 
-def test_where_somebody_must_give_way_nothing_is_scheduled_ahead():
+def test_where_a_job_must_be_preempted_nothing_is_scheduled_ahead():
     rig = Rig(num_blocks=3)
     rig.add(3, max_tokens=8)
     young = rig.add(6, max_tokens=6)
@@ -165,7 +165,7 @@ def test_newcomers_are_admitted_ahead_too():
     assert shape(rig.scheduler.schedule(first)) == [(0, 1, 0), (1, 4, None)]
 
 
-def test_nothing_runs_ahead_while_one_of_a_lower_class_is_to_give_way():
+def test_nothing_runs_ahead_while_a_lower_class_is_to_be_preempted():
     rig = Rig(num_blocks=4)
     low = rig.add(7, 8)
     rig.run()

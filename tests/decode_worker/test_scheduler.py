@@ -74,7 +74,7 @@ def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified()
     assert rig.pool.lookup(job.sequence.block_hashes) == 2
 
 
-def test_a_request_that_is_not_offered_yet_reserves_nothing_and_holds_nobody_up() -> None:
+def test_a_request_that_is_not_offered_yet_reserves_nothing_and_delays_no_other() -> None:
     rig = Rig()
     job = rig.add(10, transfer=True, is_offered=False)
     other = rig.add(3)
@@ -114,7 +114,7 @@ def test_after_a_failed_transfer_the_prompt_is_computed_here_before_later_reques
 # --- who stands still ---
 
 
-def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lowest_stands_still_with_its_kv() -> None:
+def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lowest_waits_with_its_kv() -> None:
     rig = Rig(max_batch=2)
     old, young = rig.add(4, 8, promise=LOW), rig.add(4, 8, promise=LOW)
     rig.run()
@@ -143,7 +143,7 @@ def test_the_place_of_a_preempted_job_goes_to_one_without_a_place() -> None:
     assert stepping == [older]
 
 
-def test_nobody_of_the_same_or_a_higher_class_loses_a_place() -> None:
+def test_no_job_of_the_same_or_a_higher_class_loses_a_place() -> None:
     rig = Rig(max_batch=2)
     first, second = rig.add(4, 8, promise=MIDDLE), rig.add(4, 8, promise=HIGH)
     rig.run()
@@ -152,7 +152,7 @@ def test_nobody_of_the_same_or_a_higher_class_loses_a_place() -> None:
     assert waiting.phase is Phase.WAITING
 
 
-def test_newcomers_wait_where_the_tightest_promise_leaves_no_room_and_come_when_it_has_ended() -> None:
+def test_newcomers_wait_where_the_tightest_promise_leaves_no_room_until_it_has_ended() -> None:
     rig = Rig(max_step_tokens=64, costs=COSTS)
     tight = rig.add(4, 4, promise=Promise(tpot_s=0.030))
     second, third = rig.add(4, 8, promise=LOW), rig.add(4, 8, promise=LOW)
@@ -197,7 +197,7 @@ def test_a_newcomer_with_a_tight_promise_waits_for_its_own_class_and_stops_lower
 # --- who gives way ---
 
 
-def test_without_free_blocks_the_youngest_gives_way_and_is_computed_again() -> None:
+def test_without_free_blocks_the_youngest_is_preempted_and_computed_again() -> None:
     rig = Rig(num_blocks=4)
     old, young = rig.add(7, 5), rig.add(7, 8)
     assert rig.run() == [(old, 7), (young, 7)]
@@ -231,7 +231,7 @@ def test_a_higher_class_that_lacks_blocks_gets_those_of_the_youngest_of_the_lowe
     assert rig.owned_blocks() == (0, 0)
 
 
-def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
+def test_no_job_is_preempted_where_that_would_not_be_enough() -> None:
     rig = Rig(num_blocks=6)
     low, middle = rig.add(6, 8, promise=LOW), rig.add(13, 8, promise=MIDDLE)
     rig.run()
@@ -240,7 +240,7 @@ def test_nobody_gives_way_where_that_would_not_be_enough() -> None:
     assert rig.scheduler.preemptor.num_preemptions == 0
 
 
-def test_where_blocks_run_out_the_youngest_of_the_lowest_gives_way() -> None:
+def test_where_blocks_run_out_the_youngest_of_the_lowest_is_preempted() -> None:
     rig = Rig(num_blocks=6)
     low, high, young = rig.add(7, 8, promise=LOW), rig.add(7, 8, promise=HIGH), rig.add(7, 8, promise=HIGH)
     rig.run()
@@ -264,7 +264,7 @@ def test_an_offered_request_of_a_higher_class_gets_blocks_of_lower_ones_though_t
     assert (jobs(step), receiving(step.admitted), low.phase) == ([first], (high,), Phase.WAITING)
 
 
-def test_kv_that_comes_for_a_higher_class_counts_for_the_share_of_a_lower_one() -> None:
+def test_kv_that_arrives_for_a_higher_class_counts_for_the_share_of_a_lower_one() -> None:
     rig = Rig(num_blocks=4)
     low = rig.add(8, 8, promise=LOW)
     rig.add(12, 1, promise=HIGH, transfer=True)
@@ -279,7 +279,7 @@ def test_kv_that_comes_for_a_higher_class_counts_for_the_share_of_a_lower_one() 
         assert num_highs < 10, "a tenth of 9 x 12 tokens is more than it needs"
 
 
-def test_one_that_gives_way_after_its_pull_is_computed_like_any_other() -> None:
+def test_a_job_preempted_after_its_pull_is_computed_like_any_other() -> None:
     rig = Rig(num_blocks=4)
     old = rig.add(4, 8)
     rig.run()
@@ -298,7 +298,7 @@ def test_one_that_gives_way_after_its_pull_is_computed_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("transfer", [False, True])
-def test_a_low_class_gets_on_though_higher_ones_keep_coming(transfer: bool) -> None:
+def test_a_low_class_progresses_although_higher_ones_keep_arriving(transfer: bool) -> None:
     rig = Rig(num_blocks=24, max_batch=2)
     low = rig.add(8, 10, promise=LOW, transfer=transfer)
     rig.scheduler.compute_here(low)
@@ -312,7 +312,7 @@ def test_a_low_class_gets_on_though_higher_ones_keep_coming(transfer: bool) -> N
     assert low.num_preemptions <= 3
 
 
-def test_what_a_class_saved_is_gone_once_nobody_of_it_waits() -> None:
+def test_the_savings_of_a_class_are_gone_once_none_of_it_waits() -> None:
     rig = Rig()
     waiting = rig.add(40, 8, promise=LOW)
     for _ in range(10):
@@ -325,7 +325,7 @@ def test_what_a_class_saved_is_gone_once_nobody_of_it_waits() -> None:
     assert jobs(rig.run()) == [high]
 
 
-def test_what_was_admitted_by_its_share_is_not_thrown_out_by_those_it_overtook() -> None:
+def test_a_job_admitted_by_its_share_is_not_preempted_by_those_it_overtook() -> None:
     rig = Rig(num_blocks=8)
     low = rig.add(12, 12, promise=LOW)
 
@@ -352,7 +352,7 @@ def finish(rig: Rig, prompt: int, answer: int, promise: Promise = NOTHING) -> No
         rig.run()
 
 
-def test_the_shortest_first_goes_by_the_answers_that_such_requests_have_had() -> None:
+def test_the_shortest_first_goes_by_the_answers_of_similar_requests() -> None:
     rig = Rig(max_batch=1, queue="sjf")
     chatty, terse = Promise("chatty"), Promise("terse")
     finish(rig, 4, 40, chatty)
@@ -378,7 +378,7 @@ def test_an_answer_that_a_stop_string_ends_is_learnt_from_as_well() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nobody_is_overtaken_by_one_who_came_later_by_more_than_the_bound(seed: int) -> None:
+def test_no_request_is_overtaken_by_one_that_arrived_later_by_more_than_the_bound(seed: int) -> None:
     draw = random.Random(seed)
     rig = Rig(num_blocks=40, max_batch=4, queue="sjf")
     now = 0.0

@@ -35,7 +35,7 @@ async def test_requests_that_decode_together_share_one_frame_a_step(rig: Rig) ->
 
 
 @played_by(play, role="decode")
-async def test_requests_of_two_routers_come_in_their_own_frames(rig: Rig) -> None:
+async def test_requests_of_two_routers_have_their_own_frames(rig: Rig) -> None:
     other = await rig.connect_router("router-1")
     await asyncio.gather(
         rig.worker.decode(a_request(10, "a"), None),
@@ -81,7 +81,7 @@ def test_tokens_are_the_same_whether_steps_run_ahead_or_not():
 
 
 @played_by(play, role="decode", max_step_s=5.0)
-async def test_a_stopping_worker_sees_the_steps_that_it_has_asked_for_to_their_end(rig: Rig) -> None:
+async def test_a_stopping_worker_waits_for_the_steps_under_way(rig: Rig) -> None:
     call = begin(rig.worker.decode(a_request(max_tokens=50), None))
     await asyncio.sleep(0.01)
     rig.engine.released.clear()
@@ -110,7 +110,7 @@ async def test_a_step_behind_one_that_takes_long_has_its_own_time(rig: Rig) -> N
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 32])
-def test_one_that_gives_way_after_its_pull_goes_on_with_the_same_tokens(swap_blocks: int):
+def test_a_request_preempted_after_its_pull_goes_on_with_the_same_tokens(swap_blocks: int):
     async def script(rig: Rig) -> None:
         async with source_beside(rig, 40) as source:
             old = begin(rig.worker.decode(a_request(16, "old", max_tokens=40, cache_salt=b"x"), None))
@@ -128,7 +128,7 @@ def test_one_that_gives_way_after_its_pull_goes_on_with_the_same_tokens(swap_blo
 
 
 @played_by(play, role="decode", num_blocks=64)
-async def test_a_decode_worker_tells_its_contexts_and_the_tightest_promise_among_those_who_decode(rig: Rig) -> None:
+async def test_a_decode_worker_reports_its_contexts_and_the_tightest_promise_among_decoding_requests(rig: Rig) -> None:
     loose = Promise("batch", tpot_s=0.2)
     calls = [
         begin(rig.ask(a_request(10, "a", promise=CHAT, max_tokens=30))),
@@ -150,7 +150,7 @@ async def test_a_decode_worker_tells_its_contexts_and_the_tightest_promise_among
 
 
 @played_by(play, role="decode", num_blocks=64)
-async def test_a_promise_that_nobody_could_keep_is_told_as_what_the_worker_makes_of_it(rig: Rig) -> None:
+async def test_a_promise_that_can_not_be_kept_is_reported_with_its_lower_bound(rig: Rig) -> None:
     for number in range(COLD_STEPS + FIRST_SAMPLES):
         await rig.ask(a_request(5 + number, f"r{number}", max_tokens=3))
     hopeless = begin(rig.ask(a_request(10, "a", promise=Promise("chat", tpot_s=1e-6), max_tokens=30)))

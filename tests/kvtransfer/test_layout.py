@@ -160,7 +160,7 @@ PARTS = [
 @pytest.mark.parametrize(("source", "target"), PARTS)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_token_of_latents_goes_from_who_has_it_to_who_is_to_have_it(
+def test_every_token_of_latents_goes_from_its_source_rank_to_its_target_rank(
     source: tuple[int, bool, int], target: tuple[int, bool, int], data: st.DataObject
 ) -> None:
     source_layout, target_layout = (

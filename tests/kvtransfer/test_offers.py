@@ -61,9 +61,7 @@ Steps = list[tuple[float, str]]
         pytest.param([(0, "wait for ever"), (1000, "comes"), (0, "comes")], [("came", 1000.0)], id="without a limit"),
     ],
 )
-def test_who_waits_two_seconds_for_an_offer_is_told_once_what_became_of_it(
-    steps: Steps, told: list[tuple[str, float]]
-) -> None:
+def test_a_wait_of_two_seconds_for_an_offer_ends_with_one_call(steps: Steps, told: list[tuple[str, float]]) -> None:
     heard: list[tuple[str, float]] = []
 
     async def main() -> None:
@@ -183,9 +181,9 @@ async def test_an_offer_whose_request_waits_for_room_is_kept_until_it_is_granted
 
 
 @played_by(play)
-async def test_an_offer_whose_request_never_comes_is_not(ends: Ends) -> None:
+async def test_an_offer_whose_request_never_arrives_is_not_kept(ends: Ends) -> None:
     out = await ends.offer(ends.ticket())
-    await fails(out.done(), match=r"no request came|did not grant")
+    await fails(out.done(), match=r"no request for the offer|did not grant")
     assert asyncio.get_running_loop().time() < TRANSFERS.progress_s + 1.0
 
 
@@ -224,7 +222,7 @@ async def test_an_offer_is_kept_no_longer_for_a_request_whose_ticket_turns_out_t
     ticket, out = await ends.keep()
     forged = replace(ticket, mac=bytes(16))
     await fails(ends.target.receiver.expect_transfer(forged, BLOCKS, NUM_TOKENS, 0).verified(), match="signature")
-    await fails(out.done(), match="no request came")
+    await fails(out.done(), match="no request for the offer")
 
 
 @played_by(play)

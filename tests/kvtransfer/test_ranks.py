@@ -103,7 +103,7 @@ async def workers() -> AsyncIterator[Workers]:
             await asyncio.gather(*other.transfers._tasks)
 
 
-async def test_every_rank_hears_of_blocks_that_windows_have_come_to(workers: Workers) -> None:
+async def test_every_rank_gets_the_blocks_that_windows_have_reached(workers: Workers) -> None:
     workers.source_ids = (*workers.source_ids[:-1], NO_BLOCK)
     outgoing, other = workers.open(), workers.others[0].transfers
     await settle(lambda: bool(other._outgoing))
@@ -236,7 +236,7 @@ async def test_a_rank_that_fails_tells_why() -> None:
 
 
 @pytest.mark.parametrize("hello", [RankHello(D, 1), RankHello(P, 0), RankHello(P, 2), RankHello(P, 1), StepEnded()])
-async def test_whoever_is_not_waited_for_is_turned_away(hello: RankHello | StepEnded) -> None:
+async def test_an_unexpected_rank_is_refused(hello: RankHello | StepEnded) -> None:
     async with led(P, 2) as (ranks, _):
         assert ranks._listener is not None
         unknown = await NETWORK.connect(ranks._listener.address)

@@ -62,7 +62,7 @@ async def test_what_must_be_finished_hands_on_its_error() -> None:
         await finish(lose("gone"))
 
 
-async def test_all_ended_is_told_of_no_results() -> None:
+async def test_all_ended_ignores_results() -> None:
     task = asyncio.create_task(lose("gone"))
     await all_ended([task])
     assert isinstance(task.exception(), ConnectionLost)

@@ -74,7 +74,7 @@ async def test_every_block_arrives_in_its_place_with_the_first_token(transport: 
 
 
 @EACH
-async def test_of_layers_with_a_window_what_the_next_token_attends_to_comes_from_blocks_that_move_along(
+async def test_layers_with_a_window_send_what_the_next_token_attends_to_from_blocks_that_move_along(
     transport: str,
 ) -> None:
     """Layers 0 and 2 have a window of 6: of 18 tokens the next one attends to those from 13 on, in rows 3 and 4."""
@@ -250,7 +250,7 @@ async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
         assert most == 2
 
 
-async def test_the_sender_tells_what_link_each_pair_has() -> None:
+async def test_the_sender_reports_the_link_of_each_pair() -> None:
     async with make_pair() as pair:
         assert pair.sender.links() == ()
         await arrives(pair, [1], [1], 4, ready=4)
@@ -263,7 +263,7 @@ async def test_the_sender_tells_what_link_each_pair_has() -> None:
         await settle(lambda: not pair.sender.links())
 
 
-async def test_what_makes_a_link_slower_than_its_transport_is_told_with_what_a_better_one_needs(
+async def test_the_reason_why_a_link_is_slow_is_reported_with_what_a_better_one_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TcpLink, "shortfall", "it goes over sockets")
@@ -338,7 +338,7 @@ CHUNK = Chunk(b"t" * 16, 3, (Run(2, 0, 4), Run(3, 0, 4)), 4096)
 SOURCE, TARGET = Peer("prefill-0", 2**63 + 5), Peer("decode-0", 9)
 
 
-def test_a_seal_is_a_seed_of_64_bits_that_both_sides_come_to() -> None:
+def test_a_seal_is_a_seed_of_64_bits_that_both_sides_compute() -> None:
     seal = chunk_seal(CHUNK, SOURCE, TARGET)
     assert 0 <= seal < 2**64
     assert seal == chunk_seal(msgspec.structs.replace(CHUNK), SOURCE, TARGET)

@@ -19,15 +19,6 @@ def run(rig: Rig) -> list[tuple[Any, int]]:
     return parts(step)
 
 
-def test_blocks_stay_until_they_are_sent() -> None:
-    rig = Rig("prefill", num_blocks=4)
-    first, second = rig.add(8), rig.add(16)
-    assert run(rig) == [(first, 8)]
-    assert rig.run() == []
-    rig.scheduler.end_sending(first)
-    assert rig.run() == [(second, 16)]
-
-
 def test_a_prompt_goes_on_behind_its_chunk_under_way_until_one_ends_it() -> None:
     rig = Rig("prefill", max_step_tokens=8)
     long, short = rig.add(18), rig.add(4)

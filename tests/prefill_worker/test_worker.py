@@ -69,7 +69,7 @@ async def test_the_router_is_told_before_the_reply_where_the_transfer_has_failed
 
 @pytest.mark.parametrize("is_computed", [False, True])
 @played_by(play, role="prefill", max_step_tokens=4)
-async def test_a_transfer_that_its_router_cancels_is_not_told_of(rig: Rig, is_computed: bool) -> None:
+async def test_a_transfer_that_its_router_cancels_is_not_reported(rig: Rig, is_computed: bool) -> None:
     address = await rig.silent_peer("decode-0")
     call = begin(rig.worker.prefill(a_request(), rig.ticket(target_address=address)))
     if is_computed:
@@ -94,7 +94,7 @@ async def test_a_transfer_that_its_router_cancels_is_not_told_of(rig: Rig, is_co
     ],
 )
 @played_by(play, role="prefill")
-async def test_a_ticket_for_somebody_else_is_refused(
+async def test_a_ticket_for_another_worker_is_refused(
     rig: Rig, prefill: Peer, name: str, error: type[Exception]
 ) -> None:
     with pytest.raises(error):

@@ -64,7 +64,7 @@ def play_trials(script: Callable[[Scene], Awaitable[None]]) -> None:
 
 
 @played_by(play_trials)
-async def test_each_transfer_is_timed_and_the_links_are_told(scene: Scene) -> None:
+async def test_each_transfer_is_timed_and_the_links_are_reported(scene: Scene) -> None:
     times, _ = await asyncio.gather(*scene.both(4))
     assert len(times.seconds) == 4
     assert min(times.seconds) > 0
@@ -72,7 +72,7 @@ async def test_each_transfer_is_timed_and_the_links_are_told(scene: Scene) -> No
     assert scene.rig.worker.stats().transfers_done == scene.parts.receiver.stats.done == 4
 
 
-def test_what_the_links_of_several_ranks_have_in_common_is_told_once() -> None:
+def test_what_the_links_of_several_ranks_have_in_common_is_reported_once() -> None:
     target, missing = Peer("d0", 2), ("shm: one machine",)
     links = (
         LinkReport(target, "tcp", "the only one", missing),

@@ -85,7 +85,7 @@ async def test_a_source_that_holds_nothing_says_so_and_the_prompt_is_computed_at
 
 
 @of_both_roles(pull_wait_s=0.5)
-async def test_an_offer_that_never_comes_is_waited_for_a_while_and_holds_nobody_up(rig: Rig) -> None:
+async def test_a_missing_offer_is_awaited_for_a_while_and_delays_no_other(rig: Rig) -> None:
     async with source_beside(rig) as source:
         call = begin(rig.ask(a_request(40), None, source.ticket()))
         await asyncio.sleep(0)
@@ -186,7 +186,7 @@ async def test_where_blocks_are_short_a_pull_is_given_up_so_that_workers_never_w
 
 
 @of_both_roles(min_pull_tokens=8)
-async def test_pulled_kv_comes_while_the_engine_is_busy_and_goes_on_to_the_decode_worker(rig: Rig, role: str) -> None:
+async def test_pulled_kv_arrives_while_the_engine_is_busy_and_goes_on_to_the_decode_worker(rig: Rig, role: str) -> None:
     target = make_parts(DECODE, rig.fabric, rig.links)
     (address,) = await target.receiver.start("elsewhere")
     ticket = rig.ticket(target_address=address) if role == "prefill" else None
@@ -227,7 +227,7 @@ async def test_a_draining_worker_waits_for_a_pull_though_its_request_has_ended(r
 
 
 @of_both_roles()
-async def test_a_draining_worker_waits_for_a_prefix_that_it_sends_and_tells_for_whom(
+async def test_a_draining_worker_waits_for_a_prefix_that_it_sends_and_logs_its_target(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="twostroke")
@@ -250,7 +250,7 @@ async def test_a_draining_worker_waits_for_a_prefix_that_it_sends_and_tells_for_
 
 @of_both_roles(min_pull_tokens=8, pull_wait_s=5.0)
 @pytest.mark.parametrize("is_offered", [True, False])
-async def test_a_worker_that_is_told_to_leave_gives_back_what_waits_for_a_prefix_and_keeps_what_pulls_one(
+async def test_a_leaving_worker_returns_requests_that_wait_for_a_prefix_and_keeps_those_that_pull_one(
     rig: Rig, is_offered: bool
 ) -> None:
     rig.links.bytes_per_s = 1e4
@@ -276,7 +276,7 @@ async def test_a_worker_that_is_told_to_leave_gives_back_what_waits_for_a_prefix
     ("worker_id", "epoch", "name", "error"),
     [("", 99, "r", EpochMismatch), ("other-9", 0, "r", TicketRefused), ("", 0, "another", TicketRefused)],
 )
-async def test_a_pull_ticket_for_somebody_else_is_refused(
+async def test_a_pull_ticket_for_another_worker_is_refused(
     rig: Rig, role: str, worker_id: str, epoch: int, name: str, error: type[Exception]
 ) -> None:
     own = PREFILL if role == "prefill" else DECODE

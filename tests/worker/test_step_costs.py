@@ -128,7 +128,7 @@ def test_a_mixtures_small_batches_are_predicted_though_hardly_any_were_seen() ->
     assert (known(line).experts_s, known(line).expert_share) == (0.0, 0.0)
 
 
-def test_nothing_is_told_before_some_warm_steps_and_something_soon_after() -> None:
+def test_no_costs_are_known_before_some_warm_steps_and_costs_soon_after() -> None:
     fit = StepCostFit()
     run(fit, CPU, ALL, COLD_STEPS + FIRST_SAMPLES - 1)
     assert fit.costs() is None
@@ -176,7 +176,7 @@ def test_prompts_are_guessed_at_before_any_was_seen_and_then_learnt_at_once() ->
     assert error(fit, GPU, (prompts,)) < 0.1
 
 
-def test_steps_that_do_more_than_they_tell_teach_only_where_no_others_are() -> None:
+def test_steps_with_more_than_their_content_count_only_without_plain_ones() -> None:
     more = times(GPU, 1.5)
     fit = warm()
     run(fit, GPU, (prompts,), 64)
@@ -222,7 +222,7 @@ def long_prompt_ratio(fit: StepCostFit, truth: StepCosts) -> float:
 
 @pytest.mark.parametrize("truth", [LIVE, CPU])
 @pytest.mark.parametrize("seed", range(20))
-def test_short_prompts_foretell_long_ones_and_a_few_of_those_put_it_right(truth: StepCosts, seed: int) -> None:
+def test_short_prompts_predict_long_ones_and_a_few_long_ones_correct_that(truth: StepCosts, seed: int) -> None:
     fit, draw = warm(), random.Random(seed)
 
     def take(one: StepContent) -> None:
@@ -269,7 +269,7 @@ def test_a_tiny_prompt_that_was_held_up_says_nothing_of_long_ones(late_s: float,
     assert long_prompt_ratio(fit, LIVE) < 3
 
 
-def test_nothing_is_fitted_anew_where_nothing_has_come_since() -> None:
+def test_nothing_is_fitted_without_new_steps() -> None:
     fit = warm()
     run(fit, CPU, ALL, FIRST_SAMPLES + 1)
     before = fit.costs()
@@ -280,7 +280,7 @@ def test_nothing_is_fitted_anew_where_nothing_has_come_since() -> None:
     assert fit.costs() is costs
 
 
-def test_what_steps_of_late_hardly_tell_apart_stays_as_it_was() -> None:
+def test_costs_that_recent_steps_hardly_distinguish_stay_as_they_were() -> None:
     def nearly_the_same(draw: random.Random) -> StepContent:
         return StepContent(0, 0.0, draw.choice((15, 16, 17)), 16_000 + draw.randrange(100))
 

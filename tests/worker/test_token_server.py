@@ -137,7 +137,7 @@ async def test_a_router_is_welcomed_and_gets_statistics_at_once_and_then_regular
     ],
 )
 @played_by(play)
-async def test_whoever_looks_for_somebody_else_is_refused(scene: Scene, hello: Message, reason: str) -> None:
+async def test_a_router_of_another_worker_is_refused(scene: Scene, hello: Message, reason: str) -> None:
     connection = await scene.fabric.at("router-0").connect(scene.address)
     connection.send(hello)
     answer = await connection.receive()
@@ -150,7 +150,7 @@ async def test_whoever_looks_for_somebody_else_is_refused(scene: Scene, hello: M
 
 
 @played_by(play)
-async def test_a_lost_router_is_told_once(scene: Scene) -> None:
+async def test_a_lost_router_is_reported_once(scene: Scene) -> None:
     connection = await scene.welcomed()
     await connection.close()
     await asyncio.sleep(0.1)
@@ -239,7 +239,7 @@ GUILTY, OTHER = BlockedRequest(b"g" * 16, 600.0), BlockedRequest(b"o" * 16, 600.
 
 
 @played_by(play)
-async def test_a_blocked_request_is_told_once_to_all_routers_but_the_one_that_told_it(scene: Scene) -> None:
+async def test_a_blocked_request_is_reported_once_to_all_routers_but_its_sender(scene: Scene) -> None:
     telling, *others = [await scene.welcomed(f"router-{number}") for number in range(3)]
     telling.send(RequestsBlocked((GUILTY,)))
     for other in others:

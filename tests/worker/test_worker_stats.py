@@ -25,7 +25,7 @@ def test_shares_are_those_of_the_last_seconds_idle_time_included() -> None:
     assert used.shares() == pytest.approx((0.25, 0.125)), "half of the window was idle"
 
 
-def test_without_limits_or_a_model_nothing_is_told() -> None:
+def test_without_limits_or_a_model_nothing_is_reported() -> None:
     assert Utilization(WORK, None, lambda: 0.0).shares() is None
     unknown = Utilization(None, MachineLimits(1.0, 1.0), lambda: 0.0)
     unknown.add(STEP)

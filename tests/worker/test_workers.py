@@ -31,7 +31,7 @@ BATCH = Promise("batch", priority=0, share=0.1)
 
 
 @of_both_roles()
-async def test_the_numbers_it_tells_are_true(rig: Rig, role: str) -> None:
+async def test_the_reported_numbers_are_true(rig: Rig, role: str) -> None:
     assert (rig.info.role, rig.info.peer) == (role, PREFILL if role == "prefill" else DECODE)
     assert len(rig.info.transfer_addresses) == 1
     for _ in range(2):
@@ -136,7 +136,7 @@ async def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new(ri
 
 
 @of_both_roles(max_step_s=5.0, max_step_tokens=8)
-async def test_a_worker_whose_engine_hangs_stops_without_the_steps_that_it_has_asked_for(rig: Rig) -> None:
+async def test_a_worker_whose_engine_hangs_stops_without_the_steps_under_way(rig: Rig) -> None:
     call = begin(rig.ask(a_request(60, max_tokens=20)))
     await asyncio.sleep(0.001)
     rig.engine.released.clear()
@@ -177,7 +177,7 @@ async def test_a_draining_worker_waits_for_a_step_whose_requests_have_ended(rig:
 
 
 @of_both_roles()
-async def test_a_draining_worker_gives_prefixes_up_that_nobody_takes(rig: Rig) -> None:
+async def test_a_draining_worker_gives_up_prefixes_that_no_worker_takes(rig: Rig) -> None:
     request = a_request(30)
     await rig.ask(request)
     slow = mint_ticket(SECRET, "r", rig.info.peer, Peer("prefill-7", 77), (await rig.silent_peer("prefill-7"),))
@@ -191,14 +191,14 @@ async def test_a_draining_worker_gives_prefixes_up_that_nobody_takes(rig: Rig) -
 
 
 @of_both_roles()
-async def test_a_worker_that_is_asked_for_what_another_should_send_goes_on(rig: Rig) -> None:
+async def test_a_worker_ignores_a_request_for_another_workers_prefix(rig: Rig) -> None:
     ticket = mint_ticket(SECRET, "r", Peer("another", 1), Peer("prefill-7", 77), (await rig.silent_peer("prefill-7"),))
     rig.router.send(SendPrefix(ticket, a_request().token_ids, b""))
     assert await rig.is_right(a_request(), await rig.ask(a_request()))
 
 
 @of_both_roles(num_blocks=24, max_step_tokens=8)
-async def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_gives_the_rest_back(rig: Rig) -> None:
+async def test_a_leaving_worker_finishes_begun_requests_and_returns_the_others(rig: Rig) -> None:
     begun = begin(rig.ask(a_request(60, max_tokens=2)))
     await asyncio.sleep(0.0005)
     waiting = begin(rig.ask(a_request(60, name="finds no block", max_tokens=2)))
@@ -213,7 +213,7 @@ async def test_a_worker_that_is_told_to_leave_finishes_what_it_has_begun_and_giv
 
 
 @of_both_roles()
-async def test_a_worker_that_is_told_to_leave_and_is_kept_takes_requests_again_unless_it_is_to_end(rig: Rig) -> None:
+async def test_a_leaving_worker_that_is_kept_takes_requests_again_unless_it_is_to_end(rig: Rig) -> None:
     rig.router.send(Drain())
     await asyncio.sleep(0.001)
     rig.worker.resume()
@@ -238,7 +238,7 @@ async def test_a_stopping_worker_ends_its_requests_after_the_step_under_way(rig:
 
 
 @of_both_roles()
-async def test_both_kinds_tell_the_tokens_queued_by_class(rig: Rig) -> None:
+async def test_both_roles_report_the_tokens_queued_by_class(rig: Rig) -> None:
     classes = [BATCH, CHAT, BATCH, CHAT]
     calls = [
         begin(rig.ask(a_request(10 + number, f"r{number}", promise=promise))) for number, promise in enumerate(classes)
@@ -295,7 +295,7 @@ async def test_behind_prompts_the_next_step_is_scheduled_shortly_before_the_expe
 
 
 @of_both_roles()
-async def test_a_draining_worker_tells_its_routers_at_once(rig: Rig) -> None:
+async def test_a_draining_worker_reports_to_its_routers_at_once(rig: Rig) -> None:
     running = begin(rig.ask(a_request(60, max_tokens=20)))
     await asyncio.sleep(0.51)
     told = len(rig.numbers)

@@ -1,8 +1,8 @@
 """Moves copies of hot experts among a worker's ranks while it serves: what rank 0 tells all of them between steps.
 
-Layer by layer, now and then, what tokens chose of late says whether other copies would be better (expert_copies.py).
-Then slots whose experts have to go are no longer used from one step on; the weights of others come into them piece by
-piece, so many bytes before a step; and from the step behind the last piece on all ranks use them. Nobody reads a slot
+From time to time, layer by layer, recent choices show whether other copies would be better (expert_copies.py). Then
+slots of experts that leave are unused from one step on; weights of other experts are copied into them piece by piece,
+some bytes before each step; and all ranks use them from the step after the last piece on. Nothing reads a slot
 while it is written, and all ranks change at the same step, since they do all this in the order of the steps.
 """
 
@@ -11,13 +11,9 @@ from dataclasses import dataclass
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import NOBODY, ArrangeExperts, ExpertMove, LayerCopies
+from twostroke.worker.constants import EXAMINE_S, LEAST_CHOICES
 from twostroke.worker.experts.expert_copies import better_copies, rank_loads
 from twostroke.worker.experts.expert_load import ExpertLoad
-
-EXAMINE_S = 10.0
-"""Seconds between examinations of all layers."""
-LEAST_CHOICES = 4.0
-"""Recent choices of each expert, in the mean, that are needed for a decision."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,7 @@ vLLM's and DeepSeek's balancers do, but that homes never move: what is not copie
 from collections.abc import Sequence
 
 from twostroke.protocol.messages import NOBODY, LayerCopies
-
-LEAST_GAIN = 0.1
-"""Part of the mean load by which the busiest rank's load must fall for copies to change.
-
-The next counts may differ, and weights that move make steps longer. No expert is copied from a rank that is this near
-to the mean."""
+from twostroke.worker.constants import LEAST_GAIN
 
 
 def rank_loads(loads: Sequence[float], copies: LayerCopies) -> list[float]:

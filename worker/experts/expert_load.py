@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 
 from twostroke.protocol.clock import Clock
-
-MEMORY_S = 60.0
-"""Seconds after which a choice counts 1/e."""
+from twostroke.worker.constants import MEMORY_S
 
 ReadHits = Callable[[], np.ndarray[Any, np.dtype[np.int64]]]
 """[layers, experts]: how often each was chosen so far; zeros where a layer has none."""
@@ -31,7 +29,7 @@ class ExpertLoad:
         return len(self._recent)
 
     def recent(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """[layers, experts]: how often each was chosen of late."""
+        """Recent choices of each expert: [layers, experts]."""
         now, hits = self._clock(), self._read()
         self._recent = self._recent * math.exp((self._told_at - now) / MEMORY_S) + (hits - self._hits)
         self._told_at, self._hits = now, hits

@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from twostroke.protocol.blocks import BlockHash, NameChanges
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
-
-MOST_CHANGES = 65_536
-"""Most names of one window. Reporting more would take longer than reporting all names anew."""
+from twostroke.worker.constants import MOST_CHANGES
 
 
 class BlockChanges:

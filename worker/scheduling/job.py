@@ -122,7 +122,7 @@ class WorkerJob:
 
     @property
     def num_unscheduled(self) -> int:
-        """Tokens for steps to come, one that is being drawn included: 1 for a running decode."""
+        """Tokens for later steps, including one that is being drawn: 1 for a running decode."""
         return len(self.sequence.token_ids) + self.num_drawing - self.num_scheduled
 
     @property

@@ -44,7 +44,7 @@ class Preemptor:
     def free_blocks_for(self, decodes: Sequence[WorkerJob]) -> tuple[Swap, ...]:
         """Preempt until there are blocks for the next token of the `decodes` that are left, then for the next to admit.
 
-        A job whose KV is kept frees its blocks only once they are copied, so this stops at the first such job.
+        A job whose KV is kept frees its blocks only once they are copied, so this stops at the first of these jobs.
         """
         while blocks_wanted(decodes) > self._scheduler.pool.free_blocks:
             job = min(self._scheduler.running, key=rank)

@@ -23,12 +23,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twostroke.protocol.requests import Promise
+from twostroke.worker.constants import (
+    ANSWER_TOKENS_PER_S,
+    FIRST_GUESS,
+    LEAST_AHEAD,
+    LEAST_SHARE,
+    MOST_OVERTAKING_S,
+    MOST_SHARE,
+    PROMPT_TOKENS_PER_S,
+    UNPROMISED_S,
+    WEIGHT,
+)
 from twostroke.worker.scheduling.job import Turn, WorkerJob
-
-LEAST_SHARE = 0.02
-"""Least share of a class, so that it progresses."""
-MOST_SHARE = 0.9
-"""Largest share of a class."""
 
 
 class ClassShares:
@@ -63,16 +69,6 @@ class ClassShares:
 
 
 QueuePolicy = Literal["edf", "sjf", "fcfs"]
-UNPROMISED_S = 60.0
-"""Deadline of requests without a TTFT promise: after all others, and yet finite."""
-PROMPT_TOKENS_PER_S = 512.0
-"""Prompt tokens that count as a second of later arrival with `sjf`."""
-ANSWER_TOKENS_PER_S = 16.0
-"""Answer tokens that count as a second of later arrival with `sjf`: each takes a step."""
-MOST_OVERTAKING_S = 60.0
-"""Longest later arrival by which a shorter request still overtakes with `sjf`."""
-LEAST_AHEAD = 64
-"""Tokens of the smallest chunk that a class gets before higher ones, unless a smaller one ends a prompt."""
 NO_LIMIT = 1 << 62
 """Tokens of a turn without a limit."""
 
@@ -100,7 +96,7 @@ def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) 
 def turns(ready: Sequence[Sequence[WorkerJob]], shares: ClassShares) -> Iterator[tuple[WorkerJob, int]]:
     """Yield all jobs in order, each with the tokens that it may get in this turn; `ready` are lists in that order.
 
-    Jobs whose class has saved enough come first, with the savings as their limit; such a job comes twice.
+    Jobs whose class has saved enough come first, with the savings as their limit; these jobs come twice.
     """
     if shares:
         firsts: dict[str, WorkerJob] = {}
@@ -121,10 +117,6 @@ def _turn(job: WorkerJob) -> Turn:
 
 # --- predicted lengths of answers, for sjf ---
 
-FIRST_GUESS = 100.0
-"""Expected tokens of an answer before any answer has ended."""
-WEIGHT = 0.05
-"""Weight of an answer that has ended in a mean of many."""
 
 Group = tuple[str | int, ...]
 

@@ -1,4 +1,4 @@
-"""The scheduler of a worker of either role: which requests share the next step, which wait, and who holds blocks. Pure.
+"""The scheduler of a worker of either role: the requests of the next step, the queue, and the owners of blocks. Pure.
 
 No I/O, no clock, no asyncio. A request's way:
 
@@ -15,7 +15,7 @@ Admitted in its turn, it takes part in no step until the KV is in its blocks, or
 computed in the same blocks. An offer holds blocks at the other worker. So where blocks are short here, all offers that
 wait are declined: otherwise workers would wait for each other's blocks in a circle.
 
-A role is a `RolePolicy`. Who gives blocks back says preemption.py.
+A role is a `RolePolicy`. Preemption is in preemption.py.
 """
 
 from abc import ABC, abstractmethod
@@ -187,7 +187,7 @@ class Scheduler:
             elif swaps := self.preemptor.free_blocks_for(decodes):
                 return ScheduledStep(swaps=swaps)
             elif any(job.phase is not Phase.RUNNING for job in staying):
-                return self.schedule()  # the places of preempted jobs go to others, who need blocks to grow into too
+                return self.schedule()  # the places of preempted jobs go to others, which need blocks too
         self._policy.settle(staying, chosen)
         follows = {} if in_flight is None else in_flight.drawing
         entries = []
@@ -365,7 +365,7 @@ class Scheduler:
 
         def give_chunk(job: WorkerJob, most: int) -> None:
             if job.phase is Phase.RUNNING and (job in chunks or len(chunks) < num_places):
-                # Behind a chunk under way, windows may have come no further than that.
+                # Behind a chunk under way, windows may have blocks for no more tokens.
                 held = job.sequence.num_held - job.num_scheduled
                 wanted = min(min(job.num_unscheduled, held) - chunks[job], most)
                 if num_tokens := budget.take(wanted, job.num_scheduled + chunks[job]):

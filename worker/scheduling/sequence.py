@@ -26,7 +26,7 @@ class SequenceState:
         self.block_size = block_size
         self.groups = groups
         self._most_rows = {group: groups.most_rows(group, block_size, step_tokens) for group in groups.windowed}
-        # Of windows' groups: where rows with blocks begin and end. Between, there may be a gap before KV that comes.
+        # Bounds of the rows with blocks of windows' groups. Between, there may be a gap before KV that will arrive.
         self._held: dict[int, tuple[int, int]] = dict.fromkeys(groups.windowed, (0, 0))
         self.token_ids: list[int] = list(request.token_ids)
         self.block_ids: list[int] = []
@@ -283,7 +283,7 @@ class SequenceState:
         return min(rows, self._first_row(group) + self._most_rows[group])
 
     def _move_windows(self, pool: BlockPool) -> None:
-        """Release blocks that no further token attends to, and allocate as many for rows to come."""
+        """Release blocks that no further token attends to, and allocate as many for later rows."""
         for group, (first, end) in self._held.items():
             kept, last = self._first_row(group), self._window_end(group, self.num_rows)
             if kept > first:

@@ -1,4 +1,4 @@
-"""One step of a worker as the scheduler decides it: its entries, who was admitted, what is copied, its token budget.
+"""One step of a worker as the scheduler decides it: its entries, admissions, copies and token budget.
 
 Pure data, and the arithmetic of a step's prompt budget.
 """
@@ -11,10 +11,8 @@ import msgspec
 from twostroke.model.step import BlockCopy, SequenceStep
 from twostroke.protocol.requests import FinishReason, SampledToken, TokenEvent
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.constants import CHUNK_MULTIPLE
 from twostroke.worker.scheduling.job import WorkerJob
-
-CHUNK_MULTIPLE = 16
-"""Rows that kernels compute together: chunks of prompts are multiples of it where time is short."""
 
 
 class StepEntry(msgspec.Struct, frozen=True):

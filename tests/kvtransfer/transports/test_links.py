@@ -196,7 +196,7 @@ def _address(name: str, params: Mapping[str, Any]) -> Any:
 
 
 @ON_SOCKETS
-async def test_only_the_peer_with_the_token_gets_the_link_however_many_strangers_come_first(name: str) -> None:
+async def test_only_the_peer_with_the_token_gets_the_link_however_many_connect_first(name: str) -> None:
     source, target = SharedBytesStore(), SharedBytesStore()
     source.fill(1)
     cut = blocks(source)

@@ -117,7 +117,7 @@ async def test_a_closed_link_reads_no_longer() -> None:
 # --- joining ---
 
 
-async def test_a_transport_lets_go_of_links_that_nobody_awaits() -> None:
+async def test_a_transport_closes_links_that_are_not_awaited() -> None:
     store = SharedBytesStore()
     async with two("shm", store, store) as (sending, receiving):
         pending = await receiving.prepare("", blocks(store))

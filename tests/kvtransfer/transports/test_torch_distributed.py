@@ -82,7 +82,7 @@ async def test_a_message_of_another_size_than_announced_is_damaged_and_no_more()
         assert await receiver.receive(large, 3)
 
 
-async def test_bytes_that_come_after_the_link_was_shut_stay_in_staging() -> None:
+async def test_bytes_that_arrive_after_the_link_was_closed_stay_in_staging() -> None:
     store = filled(8)
     before = store.copy()
     async with linked(NAME, store, store, join_timeout_s=20) as (sender, receiver):

@@ -89,19 +89,19 @@ def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
 
 @sabotage("blocks are freed before the transfer into them is cancelled", Scheduler, "_release_if_unused")
 def _release_while_receiving(scheduler: Scheduler, job: WorkerJob) -> None:
-    if job.has_ended and not job.under_way:
+    if job.has_ended and not (job.under_way or job.is_sending):
         job.sequence.reset(scheduler.pool)
 
 
 @sabotage("blocks are freed while a step writes into them", Scheduler, "_release_if_unused")
 def _release_in_the_middle_of_a_step(scheduler: Scheduler, job: WorkerJob) -> None:
-    if job.has_ended and not job.is_receiving:
+    if job.has_ended and not (job.is_receiving or job.is_sending):
         job.sequence.reset(scheduler.pool)
 
 
 @sabotage("blocks are freed while a step ahead will write into them", Scheduler, "_release_if_unused")
 def _release_before_a_step_ahead_has_ended(scheduler: Scheduler, job: WorkerJob) -> None:
-    if job.has_ended and len(job.under_way) < 2 and not job.is_receiving:
+    if job.has_ended and len(job.under_way) < 2 and not (job.is_receiving or job.is_sending):
         job.sequence.reset(scheduler.pool)
 
 
@@ -138,7 +138,7 @@ def _never_wait_to_run_ahead(preemptor: Preemptor, in_flight: Any, decodes: Sequ
 
 @sabotage("blocks are freed while they are being sent", Scheduler, "_release_if_unused")
 def _release_while_sending(scheduler: Scheduler, job: WorkerJob) -> None:
-    if job.has_ended and not job.under_way:
+    if job.has_ended and not (job.under_way or job.is_receiving or job.is_copying):
         job.sequence.reset(scheduler.pool)
 
 

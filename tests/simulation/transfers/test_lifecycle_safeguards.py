@@ -62,7 +62,7 @@ def _be_whoever_is_looked_for(connection: ReceiverConnection, hello: Hello) -> A
 
 
 def _lanes_of_any_epoch(sender: KVSender, ticket: Ticket) -> Any:
-    return _lanes(sender, replace(ticket, source=sender.peer))
+    return _rank_pairs(sender, replace(ticket, source=sender.peer))
 
 
 def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, lane: int = 0) -> bool:
@@ -221,7 +221,7 @@ async def _close_the_link_later(work: Coroutine[None, None, None]) -> None:
 
 
 _fit = ReceiverConnection._fit
-_lanes = KVSender._lanes
+_rank_pairs = KVSender._rank_pairs
 _use = UsedTickets.use
 _offered = KVReceiver.offered
 _match = KVReceiver._match
@@ -238,7 +238,7 @@ SABOTAGES = [
     Sabotage("the signature of a ticket is not checked", ((receiver, "verify_ticket", _verify_anything),)),
     Sabotage(
         "a ticket of another epoch of the source is as good",
-        ((KVSender, "_lanes", _lanes_of_any_epoch), (receiver, "verify_ticket", _verify_any_epoch)),
+        ((KVSender, "_rank_pairs", _lanes_of_any_epoch), (receiver, "verify_ticket", _verify_any_epoch)),
     ),
     Sabotage(
         "a ticket of another epoch of the target is as good",

@@ -92,7 +92,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_step_reads_a_slot_before_its_last_piece_has_come(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_uses_a_slot_before_its_last_piece_has_arrived(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_balance, "EXAMINE_S", 5.0)
     generator = np.random.default_rng(seed)
     number, layers, now = 12, 2, 0.0

@@ -22,7 +22,7 @@ class Counts:
         self.hits[2] += last
 
 
-def test_the_hottest_experts_hits_over_the_mean_are_told_of_each_layer() -> None:
+def test_the_hottest_experts_hits_over_the_mean_are_reported_of_each_layer() -> None:
     counts = Counts()
     assert counts.load.skews() == (0.0, 0.0, 0.0)
     counts.pass_by(1.0, [0, 30, 10, 0], [7, 7, 7, 7])

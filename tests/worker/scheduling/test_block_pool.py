@@ -195,7 +195,9 @@ def names_in(pool: BlockPool) -> set[bytes]:
 
 @settings(deadline=None)
 @given(operations)
-def test_each_window_tells_the_difference_between_its_beginning_and_its_end(steps: list[tuple[str, int, int]]) -> None:
+def test_each_window_reports_the_difference_between_its_beginning_and_its_end(
+    steps: list[tuple[str, int, int]],
+) -> None:
     pool = BlockPool(NUM_BLOCKS, 4)
     pool.record_changes(lambda: None)
     known: set[bytes] = set()
@@ -222,7 +224,7 @@ def test_each_window_tells_the_difference_between_its_beginning_and_its_end(step
                 known = names_in(pool)
 
 
-def test_what_went_and_came_back_is_told_as_stored_since_it_may_lie_elsewhere() -> None:
+def test_a_name_that_left_and_returned_is_reported_as_stored() -> None:
     changes = BlockChanges(lambda: None)
     changes.evicted(name(1))
     changes.published(name(1))

@@ -4,13 +4,11 @@ import asyncio
 
 import pytest
 
-from tests.rigs.played import played_by
 from tests.worker.scheduling.scheduler_rig import BLOCK, TOKEN, HostMemory, Rig
 from tests.worker.worker_rig import Rig as WorkerRig
-from tests.worker.worker_rig import a_request, begin, play
+from tests.worker.worker_rig import a_request, play
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.model.step import BlockCopy
-from twostroke.protocol.errors import WorkerLost
 from twostroke.worker.scheduling.job import Phase, WorkerJob
 from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
 from twostroke.worker.scheduling.step import ScheduledStep
@@ -88,7 +86,7 @@ def test_where_blocks_run_out_the_youngest_is_copied_out_before_anything_else():
     assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 1)
 
 
-def test_only_what_is_not_cached_comes_back_and_the_request_goes_on_where_it_was():
+def test_only_what_is_not_cached_is_copied_back_and_the_request_goes_on_where_it_was():
     rig = Rig(num_blocks=4, swap_blocks=8)
     old, young, step = swap_out(rig)
     rig.end(step)
@@ -128,37 +126,6 @@ def test_without_room_in_host_memory_it_is_computed_again():
     assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 0)
 
 
-@pytest.mark.parametrize("when", ["while it is copied out", "while it waits", "while it is copied in"])
-def test_a_request_that_ends_gives_all_blocks_back_once_nothing_is_copied(when: str):
-    rig = Rig(num_blocks=4, swap_blocks=8)
-    old, young, step = swap_out(rig)
-    if when != "while it is copied out":
-        rig.end(step)
-    if when == "while it is copied in":
-        while not (step := rig.schedule()).swaps:
-            rig.end(step)
-    rig.scheduler.end(young)
-    assert (rig.swapping.pool.owned_blocks > 0) == (when != "while it waits")
-    rig.scheduler.end(old)
-    if when != "while it waits":
-        rig.end(step)
-    assert rig.owned_blocks() == (0, 0)
-
-
-@pytest.mark.parametrize("when", ["out", "in"])
-def test_a_copy_that_is_abandoned_leaves_nothing(when: str):
-    rig = Rig(num_blocks=4, swap_blocks=8)
-    old, young, step = swap_out(rig)
-    if when == "in":
-        rig.end(step)
-        while not (step := rig.schedule()).swaps:
-            rig.end(step)
-    rig.scheduler.abandon(step)
-    for job in (old, young):
-        rig.scheduler.end(job)
-    assert rig.owned_blocks() == (0, 0)
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -183,28 +150,6 @@ def test_a_tiny_cache_serves_many_requests_with_the_same_tokens(config):
             assert stats.computed_tokens <= sum(len(request.token_ids) for request in requests), "none twice"
 
     play(script, role="decode", num_blocks=10, **config)
-
-
-@pytest.mark.parametrize("how", ["stops", "dies", "is left"])
-@played_by(play, role="decode", num_blocks=10, swap_blocks=40, preemption="swap", swap_gib=1.0)
-async def test_nothing_of_swapped_requests_is_left_when_the_worker(rig: WorkerRig, how: str) -> None:
-    calls = [begin(rig.worker.decode(a_request(3 + i, f"{i}", max_tokens=25), None)) for i in range(12)]
-    for _ in range(1000):
-        if rig.worker.stats().swapped_blocks:
-            break
-        await asyncio.sleep(0.001)
-    match how:
-        case "stops":
-            await rig.worker.stop()
-        case "dies":
-            rig.engine.fail_at_step = rig.engine.num_steps + 1
-        case "is left":
-            for call in calls:
-                call.cancel()
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert any(isinstance(outcome, WorkerLost | asyncio.CancelledError) for outcome in outcomes)
-    await asyncio.sleep(0.1)
-    assert rig.worker.stats().swapped_blocks == rig.pool.owned_blocks == 0
 
 
 def test_kv_that_is_still_to_be_copied_from_another_is_not_kept() -> None:

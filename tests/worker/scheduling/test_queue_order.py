@@ -56,7 +56,7 @@ def due(in_s: float | None, priority: int = 0) -> Promise:
     return Promise(priority=priority, ttft_left_s=in_s)
 
 
-def test_the_earliest_deadline_goes_first_and_who_was_promised_none_goes_last() -> None:
+def test_the_earliest_deadline_goes_first_and_requests_without_one_go_last() -> None:
     jobs = [Waiting(0, 0.0, promise=due(None)), Waiting(1, 0.0, promise=due(5.0)), Waiting(2, 3.0, promise=due(1.0))]
     assert ordered(jobs, "edf") == [2, 1, 0]
 
@@ -80,12 +80,12 @@ def test_a_long_answer_counts_as_a_later_arrival_but_never_by_more_than_the_boun
     assert turn_s(1e9) < turn_s(0, MOST_OVERTAKING_S + 0.1)
 
 
-def test_the_first_that_came_goes_first() -> None:
+def test_the_first_to_arrive_goes_first() -> None:
     assert ordered([Waiting(1, 0.0, 1, due(0.1)), Waiting(0, 0.0, 99, due(9.0))], "fcfs") == [0, 1]
 
 
 @pytest.mark.parametrize("policy", ["edf", "sjf", "fcfs"])
-def test_a_higher_priority_goes_before_everything_else_and_then_who_has_tokens_already(policy: QueuePolicy) -> None:
+def test_a_higher_priority_goes_first_and_then_requests_with_tokens(policy: QueuePolicy) -> None:
     jobs = [
         Waiting(0, promise=due(0.0)),
         Waiting(1, promise=due(9.0), has_begun=True, num_uncached=999),
@@ -163,7 +163,7 @@ def test_the_highest_class_saves_nothing_however_long_it_waits() -> None:
     assert not shares
 
 
-def test_a_class_without_a_share_gets_on_too() -> None:
+def test_a_class_without_a_share_progresses_too() -> None:
     shares = ClassShares()
     for _ in range(100):
         shares.settle({HIGH: 98}, [Promise("poor", priority=0)])
@@ -197,7 +197,7 @@ def holder(pool: BlockPool, num_blocks: int) -> Holder:
     ("missing", "chosen"),
     [(1, [0]), (2, [0]), (3, [1]), (5, [0, 1]), (6, [2]), (10, [1, 2]), (13, [0, 1, 2]), (14, [])],
 )
-def test_no_more_give_way_than_it_takes_and_nobody_where_it_helps_nobody(missing: int, chosen: list[int]) -> None:
+def test_no_more_jobs_are_preempted_than_needed_and_none_in_vain(missing: int, chosen: list[int]) -> None:
     pool = BlockPool(20, 1)
     holders = [holder(pool, 2), holder(pool, 3), holder(pool, 8)]
     assert jobs_to_preempt(holders, missing, pool) == [holders[i] for i in chosen]
@@ -224,7 +224,7 @@ def test_an_answer_is_expected_to_be_as_long_as_those_of_its_class_to_prompts_as
     assert lengths.expected("code", 10) == pytest.approx(5)
 
 
-def test_without_such_prompts_its_class_counts_then_all_answers_then_a_guess() -> None:
+def test_without_similar_prompts_its_class_counts_then_all_answers_then_a_guess() -> None:
     lengths = AnswerLengths()
     assert lengths.expected("chat", 10) == FIRST_GUESS
     lengths.ended("code", 10, 40)
@@ -233,7 +233,7 @@ def test_without_such_prompts_its_class_counts_then_all_answers_then_a_guess() -
     assert lengths.expected("chat", 5000) == 20
 
 
-def test_answers_of_late_count_most() -> None:
+def test_recent_answers_count_most() -> None:
     lengths = AnswerLengths()
     for num_tokens in [10] * 1000 + [100] * 100:
         lengths.ended("chat", 10, num_tokens)

@@ -136,7 +136,7 @@ def test_any_chunking_computes_each_token_once_and_leaves_nothing_behind(
     block_size=st.integers(1, 5),
     actions=st.lists(st.tuples(st.sampled_from(("begin", "step", "give up")), st.integers(0, 9)), max_size=40),
 )
-def test_choices_of_one_prompt_copy_its_end_and_whoever_gives_up_leaves_nothing_behind(
+def test_choices_of_one_prompt_copy_its_end_and_leave_nothing_when_given_up(
     length: int, block_size: int, actions: list[tuple[str, int]]
 ) -> None:
     pool = BlockPool(200, block_size)

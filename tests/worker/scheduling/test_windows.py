@@ -136,7 +136,7 @@ def test_a_shared_windows_block_leaves_room_for_its_successor() -> None:
     pool.check_integrity()
 
 
-def test_kv_that_does_not_come_is_computed_from_where_the_sequence_is() -> None:
+def test_kv_that_does_not_arrive_is_computed_from_where_the_sequence_is() -> None:
     pool = BlockPool(60, SIZE, group_layers((0, 10)))
     named(pool, 40)
     sequence = SequenceState(request(96), SIZE, pool.groups, STEP)
@@ -157,7 +157,7 @@ def test_kv_that_does_not_come_is_computed_from_where_the_sequence_is() -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), windows=st.lists(st.sampled_from((0, 0, 2, 5, 13)), min_size=1, max_size=4))
-def test_whoever_has_begun_never_lacks_a_block_and_nothing_is_left(data: st.DataObject, windows: list[int]) -> None:
+def test_a_begun_prompt_never_lacks_a_block_and_nothing_is_left(data: st.DataObject, windows: list[int]) -> None:
     """Prompts that share beginnings, computed by turns in one tight pool, some of them received, as schedulers do."""
     groups = group_layers(tuple(windows))
     pool = BlockPool(groups.blocks_of(60, SIZE, STEP) + data.draw(st.integers(0, 20)), SIZE, groups)

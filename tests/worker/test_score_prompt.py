@@ -1,4 +1,4 @@
-"""Prompts that are read alone, by a worker of either role."""
+"""Scoring and embedding of prompts by a worker of either role."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ SCORES = ScoringParams(logprobs=2)
 MEAN = ScoringParams(pooling="mean")
 
 
-def assert_read(reply: PrefillReply, num_tokens: int) -> None:
+def assert_scored(reply: PrefillReply, num_tokens: int) -> None:
     """Compare with a step over the whole prompt, whose tokens are 0, 1, 2, ..."""
     kv = [b""]
     for token_id in range(num_tokens):
@@ -33,12 +33,12 @@ def assert_read(reply: PrefillReply, num_tokens: int) -> None:
 
 @of_both_roles(max_step_tokens=8)
 @pytest.mark.parametrize("params", [SCORES, MEAN], ids=["scores", "mean"])
-async def test_a_prompt_is_read_in_chunks_whatever_is_cached(rig: Rig, params: ScoringParams) -> None:
+async def test_a_prompt_is_scored_in_chunks_whatever_is_cached(rig: Rig, params: ScoringParams) -> None:
     request = a_request(30, "first")
     await rig.ask(request)
     for name in ("r1", "r2"):
         reply = await rig.worker.score_prompt(a_request(30, name, reading=params, max_tokens=0))
-        assert_read(reply, 30)
+        assert_scored(reply, 30)
         assert reply.num_cached_tokens == 0
         assert (reply.event.tokens, reply.event.finish_reason) == ((), "length")
     assert await rig.is_right(request, await rig.ask(a_request(30, "again"))) or rig.info.role == "decode"
@@ -60,7 +60,7 @@ async def test_a_worker_that_does_nothing_but_score_learns_what_that_takes(rig: 
 
 
 @of_both_roles(max_step_tokens=8)
-async def test_what_is_read_enters_the_cache(rig: Rig) -> None:
+async def test_what_is_scored_enters_the_cache(rig: Rig) -> None:
     await rig.worker.score_prompt(a_request(30, "r", reading=SCORES, max_tokens=0))
     last = await rig.worker.score_prompt(a_request(30, "l", reading=ScoringParams(pooling="last"), max_tokens=1))
     assert last.num_cached_tokens == 28
@@ -68,11 +68,11 @@ async def test_what_is_read_enters_the_cache(rig: Rig) -> None:
 
 
 @of_both_roles(max_step_tokens=8)
-async def test_many_prompts_are_read_together_however_few_blocks_there_are(rig: Rig) -> None:
+async def test_many_prompts_are_scored_together_however_few_blocks_there_are(rig: Rig) -> None:
     """32 blocks of 4 tokens: three of these fit at a time."""
     calls = [begin(rig.worker.score_prompt(a_request(40, f"r{i}", reading=SCORES, max_tokens=0))) for i in range(6)]
     for reply in await asyncio.gather(*calls):
-        assert_read(reply, 40)
+        assert_scored(reply, 40)
 
 
 @of_both_roles(max_step_tokens=8)
