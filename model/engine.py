@@ -1,4 +1,4 @@
-"""The live engine: a runner on a thread of its own, so that the event loop only schedules, talks and frees."""
+"""The live engine: a runner on a thread of its own, so that the event loop only schedules, communicates and frees."""
 
 import asyncio
 import os

@@ -102,7 +102,7 @@ class LoadedEngine:
             build = partial(self._build, found, blocks)
             self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
         except torch.OutOfMemoryError as error:
-            # No room for the steps, or for weights: others may have taken it while they were loaded.
+            # No room for steps or weights: other processes may have taken it meanwhile.
             said = str(error).splitlines()[0] if str(error) else "out of memory"
             raise ConfigError(
                 f"too little memory on {self._device.type}: weights {gibibytes(weights)} + KV cache "
@@ -124,20 +124,36 @@ class LoadedEngine:
         formats = NumberFormats(self._config.quantization, self._dtype.itemsize, self._kv_dtype.itemsize)
         return step_work(self.model_config, formats)
 
+    def _join_ranks(self) -> None:
+        """Form the group with the other ranks, where there are any, on the engine's thread."""
+        device, place = self._device, self._place
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the device of this thread's kernels
+        if place is None:
+            self.parallel = SingleRank()
+            return
+        group = self.parallel = GroupRanks(self._shard, place.rendezvous, device, self._stage, place.host)
+        if device.type == "cuda" and self._shard.size > 1:
+            from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
+
+            hidden = self.model_config.hidden_size
+            group.join_peers(partial(open_peer_sums, hidden=hidden, dtype=self._dtype, device=device))
+
+    def _warm_up(self, runner: ModelRunner) -> None:
+        """Run the first steps. Raises ConfigError where their logits are broken."""
+        num_broken = runner.num_broken_rows
+        _warm_up(runner, self.kv_cache, self.max_context)
+        if runner.num_broken_rows > num_broken:
+            raise ConfigError(
+                f"{self._config.model_dir}: the logits of a first prompt are NaN or infinite: the weights are broken, "
+                f"or too large for {str(self._dtype).removeprefix('torch.')}: take another copy, or set model.dtype: "
+                "float32"
+            )
+
     def _build(self, found: ServedModel, blocks: int | None) -> ModelRunner:
         """Build the runner on the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._rank
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # where this thread's kernels go
-        if self._place is None:
-            self.parallel = SingleRank()
-        else:
-            place = self._place
-            group = self.parallel = GroupRanks(self._shard, place.rendezvous, device, self._stage, place.host)
-            if device.type == "cuda" and self._shard.size > 1:
-                from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
-
-                group.join_peers(partial(open_peer_sums, hidden=model.hidden_size, dtype=self._dtype, device=device))
+        self._join_ranks()
         backend = _backend(device, config)
         spare = config.parallel.spare_experts
         options = LoadOptions(
@@ -168,7 +184,7 @@ class LoadedEngine:
             one = make_cache(num_blocks=1, model_digest="")
             memory = measure_gpu(decoder, sampler, one, config, self.max_context, self.parallel)
             blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._kv_dtype)
-        # Nobody but rank 0 reads all of the weights, and a rank with less room than the others holds them up.
+        # Only rank 0 reads all of the weights, for the digest; the rank with the least room decides for all.
         digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
         blocks = min(map(int, self.parallel.exchange(str(blocks))))
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
@@ -188,13 +204,7 @@ class LoadedEngine:
             RankExtras(self.swap_space or LACKING, hits or LACKING, self.expert_slots or LACKING),
             self.parallel,
         )
-        num_broken = runner.num_broken_rows
-        _warm_up(runner, self.kv_cache, self.max_context)
-        if runner.num_broken_rows > num_broken:
-            raise ConfigError(
-                f"{config.model_dir}: the logits of a first prompt are NaN or infinite: the weights are broken, or too "
-                f"large for {str(self._dtype).removeprefix('torch.')}: take another copy, or set model.dtype: float32"
-            )
+        self._warm_up(runner)
         if hits is not None:
             hits.clear()
         self.limits = machine_limits(device, self._dtype, torch.get_num_threads())
@@ -314,7 +324,7 @@ def measure_gpu(
     """
     bounds, block_size, device = config.bounds, kv_cache.block_size, kv_cache.tensors[0].device
     runner = ModelRunner(decoder, sampler, kv_cache, max_context, parallel=parallel)
-    gc.collect()  # what an engine before this one held, in circles too, is none of its weights
+    gc.collect()  # memory of an earlier engine must not count as this one's weights
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_reserved(device)
 
@@ -326,7 +336,7 @@ def measure_gpu(
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_reserved(device) - weights
 
-    # With log-probabilities the sampler is another one.
+    # Log-probabilities take another path through the sampler.
     batch_of = partial(largest_batch, block_size=block_size, max_context=max_context, num_groups=kv_cache.groups.count)
     peak_step = max(peak(batch_of(bounds, logprobs=logprobs)) for logprobs in (None, 20))
     graphs = 0
@@ -391,7 +401,7 @@ def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
     length = min(max_context - 1, 2 * kv_cache.block_size + 1)
     if length < 1:
         return
-    # Of few blocks all groups share one, as they share tensors.
+    # Where blocks are few, all groups share one, as they share tensors.
     rows = range(-(-(length + 1) // kv_cache.block_size))
     table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
     # A GPU compiles the kernels of both filters.

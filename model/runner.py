@@ -87,7 +87,7 @@ class LaunchingSampler(Protocol):
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step whose tokens are known, unless a subclass says otherwise."""
+    """A step whose tokens are known; subclasses stand for steps still under way."""
 
     tokens: list[SampledToken | None]  # one of each entry of the batch, None where it draws none or none is known yet
 
@@ -110,7 +110,7 @@ class LaunchedStep:
 
 @dataclass(frozen=True)
 class SilentStep(LaunchedStep):
-    """A step that draws nothing, or on another rank, while a GPU may still compute its KV."""
+    """A step that draws nothing on this rank, while a GPU may still compute its KV."""
 
     computed: LaunchedWork
     is_done: ClassVar[bool] = False
@@ -141,7 +141,7 @@ class AnnouncedStep(LaunchedStep):
 
 @dataclass(frozen=True)
 class StepOnDevice(LaunchedStep):
-    """A step whose tokens are under way."""
+    """A step whose tokens are still on the device."""
 
     drawn: "DrawnTokens"
     entries: list[int]  # of the batch: whose token each row is
@@ -275,7 +275,7 @@ class ModelRunner:
         self, batch: Sequence[SequenceStep], on_layer: OnLayer | None, earlier: LaunchedStep | None
     ) -> LaunchedStep:
         self._extras.expert_hits.copy()
-        # Who has no embedding needs no tokens.
+        # Only the stage with the embedding needs tokens.
         follows = self._parallel.stage.is_first and any(step.follows is not None for step in batch)
         drawn = None
         if follows and self._parallel.shard.size > 1:
@@ -311,7 +311,7 @@ class ModelRunner:
         if all(step.scorer is None for step in steps):
             logits = self._replays.prompts.logits(steps, drawing, drawn)
             if logits is not None:
-                self._announce_all(on_layer)  # they are there once all of the graph has run
+                self._announce_all(on_layer)  # their KV is written once the whole graph has run
                 return self._sample(logits, batch, [order[i] for i in drawing], earlier)
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
         logits = self._decoder.forward(
@@ -368,7 +368,7 @@ class ModelRunner:
                     try:
                         self._score_chunk(scorer, start, hidden[first:end])
                     except RuntimeError:
-                        raise  # torch's word for what a device does: the step's own
+                        raise  # a device's failure, which fails the whole step
                     except Exception as error:
                         scorer.fault.note(error)
 
@@ -436,7 +436,7 @@ class ModelRunner:
         positions = [step.start + len(step.token_ids) for step in drawing]
         masks = None
         if any(draw.constraint is not None or draw.counts is not None for draw in draws):
-            # On a GPU the model runs meanwhile; only the step before it must have drawn.
+            # On a GPU the model computes meanwhile; only the step before must have drawn.
             if earlier is not None and any(step.follows is not None for step in drawing):
                 drawing = list(with_drawn_tokens(drawing, earlier.peek()))
             last_tokens = [step.token_ids[-1] for step in drawing]

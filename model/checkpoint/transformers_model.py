@@ -8,7 +8,6 @@ refused by name, and a dry run over the loaded weights, against transformers' ow
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +16,9 @@ import torch
 import transformers
 import xxhash
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from twostroke.model.architectures.families.family import MOST_EXPERTS, MOST_LAYERS, shown
 from twostroke.model.architectures.transformers_decoder import (
     ATTENTION,
     AttentionCall,
@@ -36,6 +34,7 @@ from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
 from twostroke.model.checkpoint.tensor_file import WHOLE
+from twostroke.model.checkpoint.transformers_checks import check_calls, first_line, read_transformers_config
 from twostroke.model.checkpoint.transformers_names import NamedTensors
 from twostroke.model.checkpoint.weights import has_weights
 from twostroke.model.config import ModelShape, Quantization
@@ -80,7 +79,7 @@ class TransformersModel:
         self._folder = folder
         self._raw = read_config_file(folder)
         self._source = str(folder / CONFIG_FILE)
-        self._config = _read_config(self._raw, self._source)
+        self._config = read_transformers_config(self._raw, self._source)
         self._model = self._build(torch.float32)
         self._calls = self._trace(self._model)
         self._head, self._embedding = self._check_ends()
@@ -203,7 +202,7 @@ class TransformersModel:
                 model = AutoModelForCausalLM.from_config(self._config, attn_implementation=ATTENTION, dtype=dtype)
         except Exception as error:  # whatever a family's own code raises
             is_known = not (isinstance(error, KeyError) and ATTENTION in error.args)
-            raise self._error(f"transformers can't build it: {_first_line(error)}", asks_for_ours=is_known) from error
+            raise self._error(f"transformers can't build it: {first_line(error)}", asks_for_ours=is_known) from error
         model.config.pad_token_id = None  # or some look for it in every step's tokens, and warn
         return model.eval().requires_grad_(False)
 
@@ -212,9 +211,9 @@ class TransformersModel:
         try:
             trace(model, TRACED_TOKENS, calls.append)
         except Exception as error:
-            what = f"its modules don't run over a flat batch without a cache: {_first_line(error)}"
+            what = f"its modules don't run over a flat batch without a cache: {first_line(error)}"
             raise self._error(what, asks_for_ours=bool(calls)) from error
-        _check_calls(calls, self._config, self._error)
+        check_calls(calls, self._config, self._error)
         return calls
 
     def _error(self, what: str, *, asks_for_ours: bool = True) -> ConfigError:
@@ -359,7 +358,7 @@ class TransformersModel:
         except (ConfigError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise self._error(f"a dry run failed: {_first_line(error)}") from error
+            raise self._error(f"a dry run failed: {first_line(error)}") from error
         finally:
             cache.close()
         if not difference <= TOLERANCE[dtype]:
@@ -486,88 +485,6 @@ class _Loading:
                 raise ConfigError(f"transformers leaves {name} of {type(model).__name__} without values")
 
 
-def _read_config(raw: dict[str, Any], source: str) -> Any:
-    """The configuration as transformers understands it. Raises ConfigError for what is refused by what it says."""
-
-    def refused(field: str, why: str) -> ConfigError:
-        return ConfigError(f"{source}: {field}: {why}")
-
-    for field, most in _MOST_OF.items():
-        if isinstance(count := raw.get(field), int) and count > most:
-            raise refused(field, f"{shown(count)} is more than any model has: at most {most} are taken")
-    kind, architectures = raw.get("model_type"), raw.get("architectures") or []
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        if raw.get("auto_map"):
-            raise refused("auto_map", "its own code would have to be run (`trust_remote_code`), which we never do")
-        named = f"{architectures} of model_type {kind!r}"
-        raise refused("architectures", f"{named} is neither a family of ours nor known to transformers {_VERSION}")
-    if raw.get("quantization_config"):
-        raise refused(
-            "quantization_config",
-            "quantised checkpoints are for families of ours alone: take it unquantised, and set model.quantization",
-        )
-    try:
-        config = CONFIG_MAPPING[kind].from_dict(raw)
-    except Exception as error:  # its validation has classes of its own
-        raise refused("model_type", f"transformers can't read this {kind}: {_first_line(error)}") from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise refused("architectures", f"{architectures} has an encoder; only decoders are served")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise refused("architectures", f"{architectures} is no decoder that writes text, as transformers knows it")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if architectures and model_class.__name__ not in architectures:
-        raise refused("architectures", f"{architectures} is not the decoder of {kind!r}, {model_class.__name__}")
-    if getattr(model_class, "_is_stateful", False):
-        raise refused("model_type", f"{kind!r} keeps a state beside KV (state-space or linear attention layers)")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise refused("num_kv_shared_layers", "layers that use another one's KV are not supported")
-    if getattr(config, "attention_chunk_size", None):
-        raise refused("attention_chunk_size", "attention within chunks is not supported")
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
-        if (scaling := rope.get("rope_type")) in ("longrope", "dynamic"):
-            raise refused("rope_parameters", f"{scaling} changes over within a request, and with the batch")
-    return config
-
-
-_MOST_OF = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MOST_LAYERS),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), MOST_EXPERTS),
-}
-_VERSION = transformers.__version__
-# Tensors that attention may be handed and needs not: ours takes positions and masks from the layout.
-_IGNORED_TENSORS = {"position_ids", "cache_position"}
-
-
-def _check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> None:
-    """Raises what `error` makes of what our attention can't do."""
-    layers = config.num_hidden_layers
-    if len(calls) != layers or len({call.module for call in calls}) != layers:
-        what = f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else"
-        raise error(what, asks_for_ours=bool(calls))
-    first = calls[0]
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = (
-        getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * layers
-    )
-    for index, call in enumerate(calls):
-        if kinds[index] == "sliding_attention" and not call.window:
-            raise error(f"layer {index} has a window that its attention does not get")
-        if call.key.shape != first.key.shape or call.query.shape != first.query.shape:
-            raise error(f"the KV of layer {index} has another shape than the first one's")
-        if call.value.shape[:3] != call.key.shape[:3] or call.value.shape[-1] > call.key.shape[-1]:
-            raise error(f"layer {index} has values of shape {list(call.value.shape[1:])}")
-        if call.query.shape[-1] != call.key.shape[-1] or call.query.shape[1] % call.key.shape[1]:
-            raise error(f"layer {index} has {list(call.query.shape[1:])} queries over {list(call.key.shape[1:])} keys")
-        if call.query.shape[-1] % 2:
-            raise error(f"heads of {call.query.shape[-1]} dimensions, an odd number, are not supported")
-        if call.others.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
-            raise error(f"layer {index} attends to tokens that come later")
-        for name, value in call.others.items():
-            if isinstance(value, Tensor) and name not in _IGNORED_TENSORS:
-                raise error(f"the attention of layer {index} takes {name!r}, which ours does not know")
-
-
 def _with_any_layer(name: str) -> str:
     """A module's or tensor's name as transformers' plans have it: `layers.*.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
@@ -594,8 +511,3 @@ def _is_projection(module: nn.Module) -> bool:
 def _size(module: Any) -> tuple[int, int]:
     """(out, in)."""
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -33,7 +33,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
-from twostroke.model.cuda.kernels import dependent
+from twostroke.model.cuda.kernels import launch as launches
 from twostroke.model.cuda.kernels.device_sampling import (
     DrawParameters,
     SamplingFeatures,
@@ -395,7 +395,7 @@ def compile_family(capability: int, family: str, cache: Path | None = None) -> l
     if cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(cache)
     driver.set_active(AbsentGpu(capability))
-    dependent.has_dependent_launch = lambda device: capability >= 90  # type: ignore[assignment]
+    launches.has_dependent_launch = lambda device: capability >= 90  # type: ignore[assignment]
     launch = JITFunction.run
     kernels: dict[Any, dict[str, Any]] = {}  # by what Triton compiled, which it gives again for a like launch
 

@@ -71,14 +71,6 @@ def test_a_product_ends_in_the_gate_of_its_halves(
         assert_close(actual, expected, scale=2)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("tokens", "rows", "columns"), [(20, 40, 256), (35, 17, 300)])
-def test_quantised_weights_serve_many_tiles_of_tokens(tokens: int, rows: int, columns: int, bits: Bits) -> None:
-    x, weight, bias = case(tokens, rows, columns, bits, torch.bfloat16)
-    actual = gemm(x, weight, bias, x.dtype, SplitWorkspace(x.device), SMALL)
-    assert_close(actual, linear_reference(x, weight, bias, x.dtype), scale=2)
-
-
 @pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("splits", [2, 4])
 # 5 blocks of int4 columns: two a split, and none for the last of four.
@@ -131,12 +123,6 @@ def test_few_rows_are_split_and_many_are_not() -> None:
     assert found == [8, 8, 4, 2, 1, 1]
     assert with_splits(config, H100, rows=64, columns=256).splits == 2  # a step each
     assert with_splits(replace(config, fill=2.0), H100, rows=6144, columns=4096).splits == 4
-
-
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_only_few_tokens_are_split(bits: Bits) -> None:
-    assert gemm_config(H100, torch.bfloat16, bits, 64, 1024, 4096).splits > 1
-    assert gemm_config(H100, torch.bfloat16, bits, 65, 1024, 4096).splits == 1
 
 
 @pytest.mark.parametrize("bits", [8, 4])

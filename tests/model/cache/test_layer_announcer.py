@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from twostroke.model.cache import kv_cache
+from twostroke.model.cache import layer_announcer as announcing
 from twostroke.model.cache.layer_announcer import LayerAnnouncer, layer_announcer
 
 
@@ -63,33 +63,6 @@ def test_layers_are_announced_in_order_however_their_events_come(announcer_of: C
     assert called == [0, 1, 2, 3]
 
 
-def test_the_next_step_is_announced_on_the_same_thread_and_before_the_last_layer_of_this_one_has_come(
-    announcer_of: Callable[..., LayerAnnouncer],
-) -> None:
-    called: list[tuple[str, int]] = []
-    threads: set[str] = set()
-
-    def noting(step: str) -> Callable[[int], None]:
-        def on_layer(layer: int) -> None:
-            threads.add(threading.current_thread().name)
-            called.append((step, layer))
-
-        return on_layer
-
-    gates = [Gate() for _ in range(2)]
-    announcer = announcer_of(gates)
-    steps = [announcer.step(noting(name)) for name in ("first", "second")]
-    for step in steps:  # the second is launched, though nothing of the first has come
-        step.announce(0)
-    gates[1].open()
-    assert called == []
-    gates[0].open()
-    for step in steps:
-        step.result()
-    assert called == [("first", 0), ("second", 0)]
-    assert len(threads) == 1
-
-
 def test_an_error_ends_a_steps_announcements_and_is_that_of_the_step(
     announcer_of: Callable[..., LayerAnnouncer],
 ) -> None:
@@ -125,7 +98,7 @@ def test_a_thread_that_cannot_use_its_gpu_fails_each_step(announcer_of: Callable
 def test_on_a_gpu_the_announcer_takes_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device, taken = torch.device("cuda", 3), []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(kv_cache, "LaunchedWork", lambda device: Gate(is_open=True))
+    monkeypatch.setattr(announcing, "LaunchedWork", lambda device: Gate(is_open=True))
     announcer = layer_announcer(device)
     assert announcer is not None
     told: list[int] = []

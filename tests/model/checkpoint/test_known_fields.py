@@ -46,7 +46,7 @@ def asked_of(family: Family) -> set[str]:
     asked: set[str] = set()
     for more in VARIED:
         with suppress(ConfigError):  # not each family has them
-            family.read_config(ConfigFields({**written_by_transformers(family), **more}, "config.json", asked=asked))
+            family.read_config(ConfigFields({**written_by_transformers(family), **more}, "config.json", taken=asked))
     return asked
 
 

@@ -124,54 +124,29 @@ def test_short_chunks_whose_heads_share_tiles_equal_the_reference_and_write_noth
     assert (around[[0, -1]] == 7.0).all()
 
 
-WINDOWS = [1, 2, 15, 16, 17, 64, 100, 513, 5000]
+WINDOWS = [1, 2, 16, 17, 37, 64, 513, 5000]
 FORMED_SHAPES = [(4, 2, 64), (6, 1, 40), (15, 3, 96), (4, 1, 256)]
-FORMS = [(0.0, False), (50.0, False), (0.0, True), (5.0, True)]
+CAPS_AND_SINKS = [(50.0, False), (0.0, True), (5.0, True)]
+FORMS = [
+    *((window, 0.0, False) for window in WINDOWS),
+    *((window, cap, has_sinks) for window in (0, 37) for cap, has_sinks in CAPS_AND_SINKS),
+]
 
 
 def form_of(case: PagedCase, window: int, cap: float, has_sinks: bool) -> AttentionForm:
     return AttentionForm(0.2, window, cap, sinks(case.q.shape[1]) if has_sinks else None)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize(("heads", "groups", "dim"), FORMED_SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_sees_its_window_alone_and_reads_no_block_before_it(
-    dtype: torch.dtype, heads: int, groups: int, dim: int, window: int
-) -> None:
-    lengths = [(1, context) for context in (1, 16, 17, 100, 512, 513, 1100)]
-    for block_size in (16, 48):
-        case = paged_case(lengths, heads=heads, groups=groups, dim=dim, block_size=block_size, dtype=dtype)
-        form = form_of(case, window, 0.0, False)
-        check(decoded(case, form), case, form)
-
-
 @pytest.mark.usefixtures("on_each_unit")
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("window", "cap", "has_sinks"), FORMS)
 @pytest.mark.parametrize(("heads", "groups", "dim"), FORMED_SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_prefill_sees_its_windows_alone_and_reads_no_block_before_them(
-    dtype: torch.dtype, heads: int, groups: int, dim: int, window: int
-) -> None:
-    """Chunks at the beginning and in the middle of a context; those with few queries share tiles between heads."""
-    lengths = [(5, 5), (150, 150), (64, 128), (3, 700), (70, 1100)]
-    for block_size in (16, 33):
-        case = paged_case(lengths, heads=heads, groups=groups, dim=dim, block_size=block_size, dtype=dtype)
-        form = form_of(case, window, 0.0, False)
-        check(prefilled(case, form), case, form)
-
-
-@pytest.mark.usefixtures("on_each_unit")
-@pytest.mark.parametrize("window", [0, 37])
-@pytest.mark.parametrize(("cap", "has_sinks"), FORMS)
-@pytest.mark.parametrize(("heads", "groups", "dim"), FORMED_SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_caps_and_sinks_equal_the_reference(
+def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window_is_read(
     dtype: torch.dtype, heads: int, groups: int, dim: int, cap: float, has_sinks: bool, window: int
 ) -> None:
     shape = {"heads": heads, "groups": groups, "dim": dim}
-    decodes = paged_case([(1, context) for context in (1, 40, 600)], dtype=dtype, **shape)
-    chunks = paged_case([(5, 5), (40, 90), (3, 700)], dtype=dtype, **shape)
+    decodes = paged_case([(1, context) for context in (1, 17, 40, 513, 1100)], dtype=dtype, **shape)
+    chunks = paged_case([(5, 5), (64, 128), (40, 90), (3, 700)], dtype=dtype, **shape)
     for case, computed in ((decodes, decoded), (chunks, prefilled)):
         case.q.mul_(3)  # scores that caps are felt by
         form = form_of(case, window, cap, has_sinks)

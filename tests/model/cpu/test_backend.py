@@ -1,14 +1,12 @@
 """Each CPU kernel against its plain torch reference, in fp32 and bf16."""
 
-from typing import get_args
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.paged_cases import make_layout, paged_case
+from tests.kernels.paged_cases import make_layout
 from twostroke.model import reference
-from twostroke.model.backend import AttentionForm, HeadNorms, KVScales, RowNorms
+from twostroke.model.backend import HeadNorms, KVScales
 from twostroke.model.config import Activation
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.kernels import elementwise
@@ -39,43 +37,6 @@ def test_norms_equal_the_reference(dtype: torch.dtype, shape: tuple[int, int], t
         torch.set_num_threads(1)
     assert torch.equal(new_residual, total)
     close(normed, reference.rms_norm(total, weight, 1e-5))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_and_factors_equal_the_reference(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x, residual = torch.randn(2, 9, 51).to(dtype)
-    total, product = reference.add(x, residual), reference.scale(x, 5.65625)
-    assert torch.equal(BACKEND.add(x, residual), total)
-    assert torch.equal(BACKEND.scale(x, 5.65625), product)
-
-
-def test_capped_logits_equal_the_reference() -> None:
-    logits = torch.cat((torch.linspace(-200, 200, 5001), torch.logspace(-9, 3, 5001))).view(2, 5001)
-    expected = reference.soft_cap(logits, 30.0)
-    torch.testing.assert_close(BACKEND.soft_cap(logits, 30.0), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_rows_equal_the_reference(dtype: torch.dtype, ranks: int) -> None:
-    torch.manual_seed(0)
-    norms = RowNorms(torch.randn(6 * 24), torch.randn(2 * 24), ranks, 1e-5)
-    qkv = torch.randn(9, 10 * 24).to(dtype)
-    sums = reference.square_sums(qkv, norms)
-    torch.testing.assert_close(BACKEND.square_sums(qkv, norms), sums)
-    expected = reference.norm_rows(qkv, ranks * sums, norms)
-    together = reference.rms_norm(qkv[:, : 6 * 24], norms.q, 1e-5)
-    close(expected[:, : 6 * 24], together)  # ranks that have the same of each
-    close(BACKEND.norm_rows(qkv, ranks * sums, norms), expected)
-
-
-@pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gated_activation_equals_the_reference(dtype: torch.dtype, activation: Activation) -> None:
-    torch.manual_seed(0)
-    gate_up = (torch.randn(70, 2 * 51) * 10).to(dtype)
-    close(elementwise.gate(BACKEND.launcher, gate_up, activation), reference.gate(gate_up, activation))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -124,13 +85,3 @@ def test_a_cache_in_fp8_is_written_as_the_reference_rounds(dtype: torch.dtype, h
     )
     assert torch.equal(written.float().nan_to_num(1000), expected.float().nan_to_num(1000))
     assert written.float().abs().nan_to_num(0).max() == 448
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_mixed_batch_attends_as_the_reference_does(dtype: torch.dtype) -> None:
-    case = paged_case([(1, 41), (1, 1), (30, 30), (9, 26)], heads=6, dim=24, block_size=8, dtype=dtype)
-    form = AttentionForm(24**-0.5, window=11, soft_cap=2.0, sinks=torch.linspace(-1.0, 1.0, 6))
-    close(
-        BACKEND.attention(case.q, case.kv_layer, case.layout, form),
-        reference.attention(case.q, case.kv_layer, case.layout, form),
-    )

@@ -322,17 +322,6 @@ def test_a_recorded_projection_computes_what_the_same_one_does_at_once(form: str
         torch.set_num_threads(1)
 
 
-@needs_avx512_bf16
-def test_an_int8_head_serves_as_embedding() -> None:
-    weight = torch.randn(150, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = CpuQuantizedLinear(packing.quantize_and_pack(weight, 8), None, Launcher())
-    expected = quantize(weight, 8).dequantized(torch.bfloat16)
-    assert torch.equal(linear.embed(torch.arange(150), 0, torch.bfloat16), expected)
-    found = linear.embed(torch.tensor([99, 100, 249, 250]), 100, torch.bfloat16)
-    zeros = torch.zeros(72, dtype=torch.bfloat16)
-    assert torch.equal(found, torch.stack((zeros, expected[0], expected[149], zeros)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("outputs", "inputs"), [(3, 7), (600, 130)])
 @pytest.mark.parametrize("bits", [8, 4])

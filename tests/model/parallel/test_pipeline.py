@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, SHAPES, ranks, runner
-from twostroke.model import pipeline
 from twostroke.model.backend import LoadOptions
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
@@ -23,6 +22,7 @@ from twostroke.model.costs.sizes import check_stages, weight_bytes
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
+from twostroke.model.parallel import pipeline
 from twostroke.model.parallel.form import ParallelForm, Stage
 from twostroke.model.parallel.pipeline import micro_batches
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
