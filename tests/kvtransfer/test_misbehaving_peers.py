@@ -8,11 +8,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.rigs.kv_pair import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, fails, make_pair, settle
 from tests.rigs.raw_source import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.link import chunk_seal
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.messages import (
@@ -26,6 +28,7 @@ from twostroke.protocol.messages import (
     Message,
     Offer,
     Ping,
+    Refuse,
     Run,
     StatsFrame,
     Verified,
@@ -294,3 +297,35 @@ async def test_a_target_may_ping_before_its_welcome_and_answer_awaited_too_late_
         out = pair.sender.begin_transfer(ticket, 4, [1], 4)
         out.commit(TOKEN)
         await out.done()
+
+
+@pytest.mark.parametrize("field", ["sequence", "transfer", "epoch", "runs"])
+async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer:
+        ticket, waiting = await granted(pair, peer)
+        chunk = announced(ticket.transfer_id, 0, Run(0, 0, 3))
+        other = {
+            "sequence": msgspec.structs.replace(chunk, sequence=1),
+            "transfer": msgspec.structs.replace(chunk, transfer_id=ANYBODY),
+            "runs": msgspec.structs.replace(chunk, runs=(Run(1, 0, 3),)),
+        }.get(field, chunk)
+        source = Peer(P.worker_id, P.epoch - 1) if field == "epoch" else P
+        peer.connection.send(chunk)
+        await peer.send_bytes(chunk, chunk_seal(other, source, D))
+        assert await peer.answer() == Refuse("a chunk was damaged on its way"), "nothing more is to come over this"
+        assert await peer.answer() == Abort(ticket.transfer_id, "chunk 0 was damaged on its way")
+        assert pair.receiver.stats.digest_failures == 1
+        await fails(waiting, match="chunk 0 was damaged on its way")
+        with pytest.raises(ConnectionLost):
+            await peer.answer()
+
+
+async def test_a_ticket_is_good_for_one_offer_whatever_became_of_it() -> None:
+    async with make_pair() as pair, raw_peer(pair) as peer, raw_peer(pair) as other:
+        ticket, waiting = await granted(pair, peer)
+        for offering in (peer, other):
+            offering.connection.send(Offer(ticket, 12))
+            assert await offering.answer() == Abort(ticket.transfer_id, "the ticket was used before")
+            if offering is peer:  # which has been told that its own transfer is over; so it is
+                peer.connection.send(Abort(ticket.transfer_id, "as you say"))
+                await fails(waiting, match="as you say")
