@@ -11,7 +11,7 @@ from twostroke.worker.scheduling.preemption import PreemptionMode
 
 
 class DecodeConfig(WorkerConfig):
-    """Bounds of one step, and the worker's housekeeping."""
+    """Settings of decode workers: the batch, prompts beside decodes, preemption and swap."""
 
     max_step_tokens: Count = 512
     """Tokens of one step, at least `max_batch`: one for each running request, the rest for prompts computed here.

@@ -4,8 +4,9 @@ A prompt's KV comes from a prefill worker, which offers it. The decode worker wa
 lives: a long queue at the prefill worker is no reason to compute the prompt twice, and where no KV comes, the router
 says so. An offer waits too, and its KV at the prefill worker with it, while there is no room here.
 
-A prompt whose KV does not arrive is computed here, and nobody sees an error. The router decides when: what the prefill
-worker died of may be this very prompt.
+A prompt whose KV does not arrive is computed here, unless the router starts another attempt. The router decides when,
+because the prompt itself may have killed the prefill worker; without a decision within `router_wait_s` it is computed
+here.
 """
 
 import asyncio
@@ -101,7 +102,9 @@ class ScoreCall(DecodeCall):
 
 
 class DecodeWorker(Worker[DecodeCall]):
-    """Runs one engine's steps. `swap_space` is the engine's; None where preempted requests' KV is not kept."""
+    """Decodes requests, and computes prompts that no prefill worker computes.
+
+    `swap_space` is the engine's; None where preempted requests' KV is not kept."""
 
     role: ClassVar[Role] = "decode"
 
@@ -127,8 +130,8 @@ class DecodeWorker(Worker[DecodeCall]):
         return await logged("decode", request, self._clock, self._decode(request, ticket, pull))
 
     async def score_prompt(self, request: GenerateRequest) -> PrefillReply:
-        """Score or embed a prompt, like PrefillWorker.score_prompt. Raises what that raises."""
-        return await logged("read", request, self._clock, self._score_prompt(request))
+        """Score or embed a prompt. Raises RequestError (can't be served) or WorkerLost (the worker is ending)."""
+        return await logged("score_prompt", request, self._clock, self._score_prompt(request))
 
     async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:
         if ticket is not None and pull is not None:

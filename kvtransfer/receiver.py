@@ -1,7 +1,8 @@
 """The receiving side of KV transfer: a KVReceiver, and its connection from each rank of each worker that sends to it.
 
 A connection has one data link, and both end together: where a chunk arrives damaged, or the link breaks or is not
-joined in time, all transfers on it fail, and the worker computes their prompts itself.
+joined in time, all transfers on it fail. The router then has the decode worker compute each prompt, or starts another
+attempt.
 
 A source that is stopped for longer than its lease, and then wakes, can write nothing into blocks that were given away:
 

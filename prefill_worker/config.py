@@ -5,7 +5,7 @@ from twostroke.worker.config import WorkerConfig
 
 
 class PrefillConfig(WorkerConfig):
-    """Bounds of one step, and the worker's housekeeping."""
+    """Settings of prefill workers: the bounds of a step."""
 
     max_step_tokens: Count = 2048
     """Prompt tokens of one step, over all prompts that share it. Larger steps compute more efficiently,

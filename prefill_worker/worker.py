@@ -71,15 +71,15 @@ class PrefillWorker(Worker[PrefillCall]):
         """Compute the prompt and return its first token; with a ticket, send its KV on. Cancelling it aborts both.
 
         With `pull`, another worker was requested to send the KV of the prompt's prefix; what does not arrive in time,
-        or not whole, is computed here. Returns before the KV has been sent on: the decode worker handles a transfer
-        that fails. Raises RequestError (can't be served), TicketRefused or EpochMismatch (a ticket for another worker),
-        WorkerLost (the worker is ending, its engine died, or the request's router is gone).
-        """
+        or not whole, is computed here. Returns before the KV has been sent on. A transfer that fails later is
+        reported to the router (`KVNotSent`), which decides what happens. Raises RequestError (can't be served),
+        TicketRefused or EpochMismatch (a ticket for another worker), WorkerLost (the worker is ending, its engine
+        died, or the request's router is gone)."""
         return await logged("prefill", request, self._clock, self._prefill(request, ticket, pull))
 
     async def score_prompt(self, request: GenerateRequest) -> PrefillReply:
         """Score or embed a prompt whose KV no other worker needs. Raises what `prefill` does."""
-        return await logged("read", request, self._clock, self._prefill(request, None, None))
+        return await logged("score_prompt", request, self._clock, self._prefill(request, None, None))
 
     async def _prefill(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> PrefillReply:
         self._check_new(request, pull)

@@ -2,7 +2,7 @@
 
 Three kinds of connection exist. The token channel joins a router replica to a worker. The transfer control connection
 joins a rank of a worker that sends KV (the source) to one of a worker that receives it (the target); the KV bytes
-themselves go over data links beside it. These two begin with Hello from the connecting side and Welcome (or Refuse)
+themselves go over data links beside it. The first two begin with Hello from the connecting side and Welcome (or Refuse)
 from the listening side. The third joins the ranks of one worker, rank 0 to each other one. Rank 0 is the leader: it
 schedules, draws, and owns the block accounting. The others follow its messages in their order. A message that rank 0
 sends after the end of its own step takes effect after theirs: see StepEnded. Rank 0 numbers the transfers.
@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
     """Base of all messages, and each subclass is one: an array whose first element is the class's name."""
 
 
-# --- both kinds of connection ---
+# --- token channel and transfer control connection ---
 
 
 class Reach(msgspec.Struct, frozen=True, array_like=True):

@@ -120,7 +120,7 @@ class GpuUse(msgspec.Struct, frozen=True, array_like=True):
 class WorkerStats(msgspec.Struct, frozen=True):
     """A worker's changing numbers. Counters only grow within one epoch."""
 
-    num_waiting: int = 0  # requests that hold no place in a step yet
+    num_waiting: int = 0  # requests that wait for blocks, or whose KV is still arriving
     num_running: int = 0
     num_waiting_tokens: int = 0  # prompt tokens still to be computed, of all requests
     free_blocks: int = 0  # unowned blocks, cached ones included

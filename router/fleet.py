@@ -79,12 +79,12 @@ class NoPath(RequestError):
 class Path(msgspec.Struct, frozen=True):
     """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself.
 
-    Where a prompt is only scored, `decode` is the worker that does it, of either role.
+    A prompt that is only scored has one worker, of either role, in the field `decode`.
     """
 
     prefill: WorkerInfo | None
     decode: WorkerInfo
-    source: WorkerInfo | None = None  # who computes the prompt pulls its beginning from it
+    source: WorkerInfo | None = None  # the worker from which the prompt's beginning is pulled
     estimate: PathEstimate | None = (
         None  # None: the workers have not reported their costs yet, or the policy needs none
     )

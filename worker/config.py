@@ -1,6 +1,6 @@
 """Settings of workers of both roles; each role's own config adds to them.
 
-A file of its own, so that loading a configuration imports no part of a worker.
+A file of its own, so that loading a configuration imports neither an engine nor the step loop.
 """
 
 from pydantic import Field, NonNegativeFloat

@@ -17,14 +17,14 @@ ANSWER_TOKENS_PER_S = 16.0
 """Answer tokens that count as a second of later arrival with `sjf`: each takes a step."""
 MOST_OVERTAKING_S = 60.0
 """Longest later arrival by which a shorter request still overtakes with `sjf`."""
-LEAST_AHEAD = 64
+LEAST_CLASS_CHUNK = 64
 """Tokens of the smallest chunk that a class gets before higher ones, unless a smaller one ends a prompt."""
 
 # --- Predicted lengths of answers ---
 
-FIRST_GUESS = 100.0
+FIRST_ANSWER_TOKENS = 100.0
 """Expected tokens of an answer before any answer has ended."""
-WEIGHT = 0.05
+ANSWER_MEAN_WEIGHT = 0.05
 """Weight of an answer that has ended in a mean of many."""
 
 # --- Steps ---
@@ -47,16 +47,16 @@ MOST_CHANGES = 65_536
 
 # --- Reports ---
 
-WINDOW_S = 10.0
+UTILIZATION_WINDOW_S = 10.0
 """Length of the window over which utilisation is averaged."""
-MARK_S = 1.0
+UTILIZATION_MARK_S = 1.0
 """Resolution of that window."""
 
 # --- Experts ---
 
-MEMORY_S = 60.0
+EXPERT_MEMORY_S = 60.0
 """Seconds after which a choice counts 1/e."""
-EXAMINE_S = 10.0
+EXPERT_EXAMINE_S = 10.0
 """Seconds between examinations of all layers."""
 LEAST_CHOICES = 4.0
 """Recent choices of each expert, in the mean, that are needed for a decision."""

@@ -9,7 +9,7 @@ from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
-from twostroke.worker.constants import MARK_S, WINDOW_S
+from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
 from twostroke.worker.step_costs import StepContent
 
 
@@ -27,7 +27,7 @@ class WorkerCounters:
 
 
 class Utilization:
-    """Counts the FLOPs and bytes of steps. `shares` are those of the last WINDOW_S.
+    """Counts the FLOPs and bytes of steps. `shares` are those of the last UTILIZATION_WINDOW_S.
 
     MFU is the FLOPs that a model's tokens take (Chowdhery et al., PaLM, 2022, appendix B), over what the machine could
     have computed in that time, idle time included. MBU is the same for the bytes of weights and KV that steps read.
@@ -65,12 +65,12 @@ class Utilization:
         if self._work is None or self._limits is None:
             return None
         now, marks = self._clock(), self._marks
-        while len(marks) > 1 and marks[1][0] <= now - WINDOW_S:
+        while len(marks) > 1 and marks[1][0] <= now - UTILIZATION_WINDOW_S:
             marks.popleft()
         began, flops, read_bytes = marks[0]
-        if now - marks[-1][0] >= MARK_S:
+        if now - marks[-1][0] >= UTILIZATION_MARK_S:
             marks.append((now, self.flops, self.read_bytes))
-        seconds = max(now - began, MARK_S)
+        seconds = max(now - began, UTILIZATION_MARK_S)
         return (
             (self.flops - flops) / seconds / self._limits.gemm,
             (self.read_bytes - read_bytes) / seconds / self._limits.read,

@@ -14,7 +14,7 @@ class RoleLimits(Section):
     """Limits of the number of workers of a role."""
 
     min: NonNegativeInt = 1
-    """Workers, at most `max`; of decode workers at least 1. With no prefill worker decode workers read the prompts
+    """Workers, at most `max`; of decode workers at least 1. With no prefill worker decode workers compute the prompts
     themselves while little comes."""
     max: NonNegativeInt = 1
     """Workers that the machines have room for, at least `min`."""
@@ -41,7 +41,8 @@ class AutoscalingConfig(Section):
     """Seconds between decisions."""
     cooldown_s: NonNegativeFloat = 900.0
     """Window of scaling down, in seconds, at least `interval_s`. A role shrinks to what this window needed, at the
-    earliest this long after its last change. Longer for bursts, shorter for load that changes slowly; longer than a
+    earliest this long after its last change; at once when nothing arrived for so long, or when the budget goes to the
+    other role. Longer for bursts, shorter for load that changes slowly; longer than a
     worker's start."""
     slack: Annotated[float, Gt(0), Le(1)] = 0.5
     """Share of the promised time to the first token for which prompts may wait. Less for more workers sooner."""
@@ -50,7 +51,8 @@ class AutoscalingConfig(Section):
     spare: Annotated[float, Ge(0), Lt(1)] = 0.15
     """Share of each role's capacity that is kept free."""
     reversals_per_hour: Annotated[int, Ge(2)] = 2
-    """A role that went down and up so often does not shrink for an hour."""
+    """Changes of direction per hour. A role shrinks only if shrinking and growing back would stay within this number:
+    with 2, a role that shrank and grew back within the last hour does not shrink again."""
 
     @model_validator(mode="after")
     def _check_times(self) -> "AutoscalingConfig":

@@ -71,7 +71,7 @@ class FleetKnowledge:
 
 
 Admit = Callable[[GenerateRequest, Path, float, bool], None]
-"""Called once for each sequence, when its path is chosen and its workers' places are held, before any call.
+"""Called once for each choice, when its path is chosen and its workers' places are held, before any call.
 
 Takes the seconds since it arrived, and whether it follows another choice that was admitted. Raises RequestError to
 refuse it.
@@ -190,7 +190,7 @@ class Pipeline:
                 pause_s = retries.pause_s(
                     error,
                     has_decoded=log.has_decoded,
-                    has_refused_before=decode in failed,
+                    decode_failed_before=decode in failed,
                     has_begun=bool(sent),
                 )
                 if pause_s is None:

@@ -66,24 +66,23 @@ class Retries:
         self._in_a_row = 0
 
     def pause_s(
-        self, error: TwostrokeError, *, has_decoded: bool, has_refused_before: bool, has_begun: bool
+        self, error: TwostrokeError, *, has_decoded: bool, decode_failed_before: bool, has_begun: bool
     ) -> float | None:
         """The pause before the next attempt; None: none is made, and the client gets `error`.
 
-        `has_decoded` tells of the attempt that failed, `has_refused_before` of its decode worker and this request,
-        `has_begun` of whether the client has any token.
-        """
+        `has_decoded`: the attempt that failed had a token of the decode worker's own. `decode_failed_before`: this
+        request's decode worker failed or refused an earlier attempt. `has_begun`: the client has a token."""
         is_refusal = isinstance(error, RequestError)
-        is_believed = has_refused_before and not has_begun
-        if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or is_believed):
+        is_final = decode_failed_before and not has_begun
+        if isinstance(error, RequestError) and (error.status not in _TRY_ELSEWHERE or is_final):
             return None
-        is_excused = is_refusal and has_begun
+        is_exempt = is_refusal and has_begun
         self._in_a_row = 1 if has_decoded else self._in_a_row + 1
         if self._in_a_row > self._config.retries:
-            if not is_excused:
+            if not is_exempt:
                 return None
             self._in_a_row = self._config.retries
-        if (is_refusal or isinstance(error, WorkerFailed)) and not is_excused and not self._budget.take():
+        if (is_refusal or isinstance(error, WorkerFailed)) and not is_exempt and not self._budget.take():
             return None
         num_pauses = self._in_a_row - (1 if is_refusal else 2)
         if num_pauses < 0:

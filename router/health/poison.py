@@ -4,8 +4,8 @@
 2. A suspect is tried apart from other suspects, and one request of a fingerprint at a time. A token clears it.
 3. A request that was the only suspect on a second worker that died is blocked: refused for `refuse_s`, at all routers.
 
-So a poisonous request kills two workers, and a third if it kills only after a token of its own: a death during a stream
-makes no suspect. A router that tries the same request at the same moment loses as many.
+So a poisonous request takes down two workers. If it kills the first only after that worker has sent a token, that death
+is not counted, and it takes down three. Another router that tries it at the same moment loses as many.
 
 Without rule 2, requests that ran twice beside a poisonous one would be blocked with it. Requests are known by
 `fingerprint_of`, so the choices of one prompt, and its repeats, are one suspect.

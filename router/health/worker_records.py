@@ -58,9 +58,9 @@ class EjectionConfig(Section):
     failure_rate: Annotated[float, Ge(0.05), Le(1)] = 0.5
     """Share of a worker's last 20 requests that fail, after which it gets none for a while."""
     first_s: PositiveFloat = 2.0
-    """First time for which a worker is left out, shortened at random by up to half; doubles from time to time until
-    the worker has done ten requests in a row. Half of a role's workers are left out at most. Afterwards one request
-    probes the worker. At most `most_s`."""
+    """First time for which a worker is left out, shortened at random by up to half; doubles with each further
+    ejection until the worker has done ten requests in a row. Half of a role's workers are left out at most.
+    Afterwards one request probes the worker. At most `most_s`."""
     most_s: PositiveFloat = 60.0
     """Longest time for which a worker is left out."""
 
@@ -288,7 +288,9 @@ class WorkerRecords:
         if isinstance(error, WorkerLeaving):
             return
         if isinstance(error, WorkerLost) and not isinstance(error, WorkerFailed):
-            if not self._channels.fell_silent(worker):  # of a request a process dies, and its connections end with it
+            # A closed connection means that the process died, perhaps because of the request. Silence does not mean
+            # that.
+            if not self._channels.fell_silent(worker):
                 self.suspects.died(worker)
             self._ejection.lost(worker)
         elif not isinstance(error, RequestError) or error.status in (500, 502, 503):

@@ -66,7 +66,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, Sequence[float]]] = {
     ),
     "prefill_queue_s": ("request_queue_time_seconds", "Waiting for prefill.", _LATENCY_BUCKETS),
     "prefill_s": ("request_prefill_time_seconds", "Computing the prompt.", _LATENCY_BUCKETS),
-    "transfer_s": ("request_transfer_time_seconds", "KV from P to D.", _LATENCY_BUCKETS),
+    "transfer_s": ("request_transfer_time_seconds", "KV from the prefill to the decode worker.", _LATENCY_BUCKETS),
     "decode_queue_s": (
         "request_decode_queue_time_seconds",
         "From the KV's arrival to the first decode step.",
@@ -81,8 +81,11 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
     "num_cached_tokens": ("prompt_tokens_cached", "Prompt tokens found in a prefix cache."),
     "resumes": ("request_resumes", "Attempts after a request's first."),
-    "num_unparsed": ("unparsed_responses", "What looked like tool calls in answers, and was told as content."),
-    "prefill_failures": ("prefill_failures", "Prompts that D had to compute because P failed."),
+    "num_unparsed": ("unparsed_responses", "Texts in answers that looked like tool calls and were sent as content."),
+    "prefill_failures": (
+        "prefill_failures",
+        "Prompts that the decode worker computed because the prefill worker failed.",
+    ),
 }
 """Counters of choices that are over, by the attribute of `SequenceStages`."""
 

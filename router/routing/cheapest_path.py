@@ -25,7 +25,7 @@ _EQUAL = 0.05
 
 
 LeftOut = Mapping[Peer, int]
-"""Workers that are not to be taken for a request, or only for want of others: the tiers that they fall to."""
+"""Tier of each worker that is left out of a choice, or used only if no better worker exists."""
 
 NOBODY: LeftOut = {}
 

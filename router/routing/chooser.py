@@ -228,7 +228,8 @@ def _first_token_s(estimate: PathEstimate) -> float:
     return estimate.ttft_s + estimate.transfer_s
 
 
-TRY_S = 10.0
+PROBE_AFTER_S = 10.0
+"""Idle seconds after which a worker's costs are checked by a prompt."""
 _LOOK_S = 1.0
 """Seconds between two looks for a worker to probe, which cost more than other decisions."""
 _NUM_LENGTHS = 12
@@ -239,11 +240,10 @@ class CostProbes:
     """Picks the idle prefill worker that gets a request to check its costs.
 
     What a worker has fitted may be wrong, or of a time when its machine was slow. If it is thought slow, nothing is
-    sent there, and it learns nothing better. So a worker that has had no prompt of some length for long gets one: where
-    it is thought as quick as others after `TRY_S`, where it is thought k times as slow after k times that. What probes
-    cost the requests that they are made with is then the same little part of all time, however wrong or right the
-    costs are.
-    """
+    sent there, and it learns nothing better. So a worker that has had no prompt of some length for long gets one:
+    where it is thought as quick as others after `PROBE_AFTER_S`, where it is thought k times as slow after k times
+    that. What probes cost the requests that they are made with is then the same little part of all time, however
+    wrong or right the costs are."""
 
     def __init__(self) -> None:
         self._last: dict[Peer, list[float]] = {}
@@ -254,7 +254,7 @@ class CostProbes:
         """These workers are there now. New ones count as if they had just had prompts."""
         peers = [info.peer for info in infos if info.role == "prefill"]
         self._last = {peer: self._last.get(peer) or [now] * _NUM_LENGTHS for peer in peers}
-        self._due = {peer: self._due.get(peer) or [now + TRY_S] * _NUM_LENGTHS for peer in peers}
+        self._due = {peer: self._due.get(peer) or [now + PROBE_AFTER_S] * _NUM_LENGTHS for peer in peers}
 
     def worked(self, worker: Peer, num_tokens: int, now: float) -> None:
         """A prompt of which so many tokens are to be computed goes there; it tells of shorter ones, too."""
@@ -262,7 +262,7 @@ class CostProbes:
             last, due = self._last[worker], self._due[worker]
             for length in range(_length(num_tokens) + 1):
                 last[length] = now
-                due[length] = now + TRY_S
+                due[length] = now + PROBE_AFTER_S
 
     def candidate(self, prefill: Sequence[KnownWorker], num_tokens: int, now: float) -> Peer | None:
         """The idle worker that has waited longest for a prompt of this length, if one may be due."""
@@ -277,7 +277,7 @@ class CostProbes:
     def is_due(self, worker: Peer, num_tokens: int, slower: float, now: float) -> bool:
         """Return whether the candidate, thought `slower` times as slow as the best path, is to be tried now."""
         length = _length(num_tokens)
-        self._due[worker][length] = self._last[worker][length] + TRY_S * max(1.0, slower)
+        self._due[worker][length] = self._last[worker][length] + PROBE_AFTER_S * max(1.0, slower)
         return self._due[worker][length] <= now
 
 

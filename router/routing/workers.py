@@ -175,7 +175,7 @@ class FleetView:
         self._typical_at = clock()
 
     def follow(self, infos: Iterable[WorkerInfo]) -> bool:
-        """These are the workers now. Whether that is news; where it is not, this is quick."""
+        """Take over the current workers. Return True if the list has changed; cheap if it has not."""
         infos = list(infos)
         if infos == self._followed:
             return False

@@ -1,7 +1,7 @@
 """Admission: a request that would break its own promise, or those of others, is refused at once (429).
 
 Pure: an estimate of the path's times goes in, a decision comes out; the clock is injected. `Pipeline` asks once for
-each request, when its path is held and nothing has been sent yet. Six heuristics decide, each with its test in
+each choice, when its path is held and nothing has been sent yet. Six heuristics decide, each with its test in
 tests/router/slo/test_admission.py:
 
 1. Correction (`attainment.py`): predictions are multiplied by how wrong earlier ones were.

@@ -4,7 +4,7 @@ import pytest
 
 from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.worker.step_costs import StepContent
-from twostroke.worker.worker_stats import WINDOW_S, Utilization
+from twostroke.worker.worker_stats import UTILIZATION_WINDOW_S, Utilization
 
 WORK = StepWork(100.0, 0.0, 50.0, 0.0, 1000.0, 0.0, 0.0, 0.0)
 STEP = StepContent(prompt_tokens=4, pairs=0.0, rows=2, context_tokens=0)  # 500 FLOPs and 1000 bytes
@@ -19,7 +19,7 @@ def test_shares_are_those_of_the_last_seconds_idle_time_included() -> None:
         used.shares()
     assert (used.flops, used.read_bytes) == (5000.0, 10_000.0)
     assert used.shares() == pytest.approx((0.5, 0.25))
-    for _ in range(int(WINDOW_S) // 2):
+    for _ in range(int(UTILIZATION_WINDOW_S) // 2):
         now += 1.0
         used.shares()
     assert used.shares() == pytest.approx((0.25, 0.125)), "half of the window was idle"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import NOBODY, ArrangeExperts, ExpertMove, LayerCopies
-from twostroke.worker.constants import EXAMINE_S, LEAST_CHOICES
+from twostroke.worker.constants import EXPERT_EXAMINE_S, LEAST_CHOICES
 from twostroke.worker.experts.expert_copies import better_copies, rank_loads
 from twostroke.worker.experts.expert_load import ExpertLoad
 
@@ -86,7 +86,7 @@ class ExpertBalance:
         return ArrangeExperts(tuple(copies), tuple(moves)) if copies or moves else None
 
     def _examine_one_layer(self) -> None:
-        if self._next_layer == 0 and self._clock() < self._examined_at + EXAMINE_S:
+        if self._next_layer == 0 and self._clock() < self._examined_at + EXPERT_EXAMINE_S:
             return
         if self._next_layer == 0:
             self._examined_at = self._clock()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from twostroke.protocol.clock import Clock
-from twostroke.worker.constants import MEMORY_S
+from twostroke.worker.constants import EXPERT_MEMORY_S
 
 ReadHits = Callable[[], np.ndarray[Any, np.dtype[np.int64]]]
 """[layers, experts]: how often each was chosen so far; zeros where a layer has none."""
@@ -31,7 +31,7 @@ class ExpertLoad:
     def recent(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Recent choices of each expert: [layers, experts]."""
         now, hits = self._clock(), self._read()
-        self._recent = self._recent * math.exp((self._told_at - now) / MEMORY_S) + (hits - self._hits)
+        self._recent = self._recent * math.exp((self._told_at - now) / EXPERT_MEMORY_S) + (hits - self._hits)
         self._told_at, self._hits = now, hits
         return self._recent
 

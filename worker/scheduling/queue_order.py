@@ -24,15 +24,15 @@ from typing import Literal
 
 from twostroke.protocol.requests import Promise
 from twostroke.worker.constants import (
+    ANSWER_MEAN_WEIGHT,
     ANSWER_TOKENS_PER_S,
-    FIRST_GUESS,
-    LEAST_AHEAD,
+    FIRST_ANSWER_TOKENS,
+    LEAST_CLASS_CHUNK,
     LEAST_SHARE,
     MOST_OVERTAKING_S,
     MOST_SHARE,
     PROMPT_TOKENS_PER_S,
     UNPROMISED_S,
-    WEIGHT,
 )
 from twostroke.worker.scheduling.job import Turn, WorkerJob
 
@@ -105,7 +105,7 @@ def turns(ready: Sequence[Sequence[WorkerJob]], shares: ClassShares) -> Iterator
                 firsts[name] = min(firsts.get(name, job), job, key=_turn)
         for job in sorted(firsts.values(), key=_turn):
             saved = shares.saved(job.request.promise.class_name)
-            if saved >= (job.num_indivisible or min(LEAST_AHEAD, job.num_to_compute)):
+            if saved >= (job.num_indivisible or min(LEAST_CLASS_CHUNK, job.num_to_compute)):
                 yield job, saved
     for job in heapq.merge(*ready, key=_turn):
         yield job, NO_LIMIT
@@ -130,7 +130,7 @@ class _Mean:
 
     def add(self, tokens: int) -> None:
         self.num_answers += 1
-        self.tokens += max(WEIGHT, 1 / self.num_answers) * (tokens - self.tokens)
+        self.tokens += max(ANSWER_MEAN_WEIGHT, 1 / self.num_answers) * (tokens - self.tokens)
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class AnswerLengths:
         """Return the expected tokens of an answer."""
         return next(
             (self._means[group].tokens for group in _groups(class_name, num_prompt_tokens) if group in self._means),
-            FIRST_GUESS,
+            FIRST_ANSWER_TOKENS,
         )
 
     def ended(self, class_name: str, num_prompt_tokens: int, num_tokens: int) -> None:

@@ -14,7 +14,9 @@ def retries(*, most: int = 3, floor: int = 0) -> Retries:
 
 
 def pauses(of: Retries, error: Exception, count: int, *, has_decoded: bool = False) -> list[float | None]:
-    return [of.pause_s(error, has_decoded=has_decoded, has_refused_before=False, has_begun=False) for _ in range(count)]
+    return [
+        of.pause_s(error, has_decoded=has_decoded, decode_failed_before=False, has_begun=False) for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("error", [WorkerLost("died"), WorkerLeaving("leaves")])
@@ -41,12 +43,12 @@ def test_what_speaks_of_the_request_is_not_tried_elsewhere(status):
 
 def test_a_worker_that_refuses_twice_is_believed():
     error = RequestError("full", status=429)
-    assert retries(floor=9).pause_s(error, has_decoded=False, has_refused_before=True, has_begun=False) is None
+    assert retries(floor=9).pause_s(error, has_decoded=False, decode_failed_before=True, has_begun=False) is None
 
 
 def test_who_has_tokens_already_waits_for_room_until_its_own_deadline():
     full, of = RequestError("full", status=429), retries()
-    paused = [of.pause_s(full, has_decoded=False, has_refused_before=True, has_begun=True) for _ in range(4)]
+    paused = [of.pause_s(full, has_decoded=False, decode_failed_before=True, has_begun=True) for _ in range(4)]
     assert paused == [0.1, 0.2, 0.4, 0.4]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.router.routing.knowing import Rig, info, request
 from twostroke.protocol.stats import StepCosts
-from twostroke.router.routing.chooser import TRY_S
+from twostroke.router.routing.chooser import PROBE_AFTER_S
 from twostroke.worker.step_costs import StepContent, StepCostFit
 
 TRUE = StepCosts(2e-3, 6e-5, 1.6e-8, 1e-4, 1e-7, 100)
@@ -48,7 +48,7 @@ async def test_workers_thought_slow_are_tried_the_less_often_the_slower_they_are
     assert {by(path) for path in tried} == {"p0", "p1"}
     slower = tried[0].estimate.ttft_s / paths[0].estimate.ttft_s
     assert slower > 10
-    assert len(tried) == pytest.approx(2 * 1700 * 0.5 / (TRY_S * slower), abs=2)
+    assert len(tried) == pytest.approx(2 * 1700 * 0.5 / (PROBE_AFTER_S * slower), abs=2)
 
 
 async def test_a_worker_that_is_as_quick_but_has_no_turn_is_tried_every_ten_seconds():

@@ -93,7 +93,7 @@ class Ranks:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_step_uses_a_slot_before_its_last_piece_has_arrived(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_balance, "EXAMINE_S", 5.0)
+    monkeypatch.setattr(expert_balance, "EXPERT_EXAMINE_S", 5.0)
     generator = np.random.default_rng(seed)
     number, layers, now = 12, 2, 0.0
     room = Room(ranks=4, slots=2, expert_bytes=10, step_bytes=int(generator.integers(1, 25)))

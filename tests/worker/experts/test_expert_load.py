@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from twostroke.worker.experts.expert_load import MEMORY_S, ExpertLoad
+from twostroke.worker.experts.expert_load import EXPERT_MEMORY_S, ExpertLoad
 
 
 class Counts:
@@ -34,8 +34,8 @@ def test_old_hits_fade_and_leave_the_skew_as_it_was_while_nothing_is_computed() 
     counts = Counts()
     counts.pass_by(1.0, [100, 0, 0, 0], [0, 0, 0, 100])
     counts.load.skews()
-    counts.pass_by(MEMORY_S, [0, 0, 0, 0], [100, 100, 100, 0])
+    counts.pass_by(EXPERT_MEMORY_S, [0, 0, 0, 0], [100, 100, 100, 0])
     left = 100 / math.e
     assert counts.load.skews() == pytest.approx((4.0, 0.0, 100 / ((300 + left) / 4)))
-    counts.pass_by(1000 * MEMORY_S, [0, 0, 0, 0], [1, 1, 1, 1])
+    counts.pass_by(1000 * EXPERT_MEMORY_S, [0, 0, 0, 0], [1, 1, 1, 1])
     assert counts.load.skews() == pytest.approx((0.0, 0.0, 1.0))

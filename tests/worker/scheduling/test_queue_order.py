@@ -10,8 +10,8 @@ from twostroke.worker.scheduling.job import Turn
 from twostroke.worker.scheduling.preemption import jobs_to_preempt
 from twostroke.worker.scheduling.queue_order import (
     ANSWER_TOKENS_PER_S,
-    FIRST_GUESS,
-    LEAST_AHEAD,
+    FIRST_ANSWER_TOKENS,
+    LEAST_CLASS_CHUNK,
     LEAST_SHARE,
     MOST_OVERTAKING_S,
     NO_LIMIT,
@@ -122,7 +122,12 @@ def test_a_class_has_what_it_saved_before_higher_ones_and_the_rest_in_its_turn()
 
 @pytest.mark.parametrize(
     ("num_uncached", "num_indivisible", "tokens", "goes_ahead"),
-    [(500, 0, LEAST_AHEAD, True), (500, 0, LEAST_AHEAD - 1, False), (9, 0, 9, True), (500, 500, 499, False)],
+    [
+        (500, 0, LEAST_CLASS_CHUNK, True),
+        (500, 0, LEAST_CLASS_CHUNK - 1, False),
+        (9, 0, 9, True),
+        (500, 500, 499, False),
+    ],
 )
 def test_it_goes_ahead_with_chunks_worth_the_trouble_and_with_all_that_can_not_be_divided(
     num_uncached: int, num_indivisible: int, tokens: int, goes_ahead: bool
@@ -226,7 +231,7 @@ def test_an_answer_is_expected_to_be_as_long_as_those_of_its_class_to_prompts_as
 
 def test_without_similar_prompts_its_class_counts_then_all_answers_then_a_guess() -> None:
     lengths = AnswerLengths()
-    assert lengths.expected("chat", 10) == FIRST_GUESS
+    assert lengths.expected("chat", 10) == FIRST_ANSWER_TOKENS
     lengths.ended("code", 10, 40)
     assert lengths.expected("chat", 10) == 40
     lengths.ended("chat", 10, 20)
