@@ -219,7 +219,7 @@ class DecodeBatch:
         self._shares.settle(given, waiting)
 
     def _ranked(self, jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
-        ranked = sorted(jobs, key=_rank)
+        ranked = sorted(jobs, key=_batch_order)
         if not self._shares:
             return ranked
         taken: Counter[str] = Counter()
@@ -235,7 +235,7 @@ class DecodeBatch:
         return ahead + behind
 
 
-def _rank(job: WorkerJob) -> tuple[int, bool, int]:
+def _batch_order(job: WorkerJob) -> tuple[int, bool, int]:
     return (-job.request.promise.priority, not job.has_place, job.arrival)
 
 

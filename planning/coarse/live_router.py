@@ -117,7 +117,7 @@ class LiveRouter:
             [self._of_writer(one) for one in self._decode.least(self._candidates)],
             query,
             decodes_alone=self._decodes_alone,
-            turn=self._turn,
+            rotation=self._turn,
         )
         if not self._is_admitted(request, path):
             return None

@@ -215,7 +215,7 @@ class Attempt:
             return
         self._log.emit(PrefillTakenOver())
         try:
-            await self._deps.records.await_turn_of_decode(self._log.attempt.suspect, self._decode)
+            await self._deps.records.await_exclusive_decode(self._log.attempt.suspect, self._decode)
         except RequestError as error:
             self._stream.fail(error)
             return

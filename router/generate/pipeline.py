@@ -163,7 +163,7 @@ class Pipeline:
             try:
                 log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
-                    await self._records.await_turn(suspect, path)
+                    await self._records.await_exclusive_try(suspect, path)
                 async with aclosing(self._attempt(log, stages, failed, deadline)) as events:
                     is_first = True
                     async for event in events:

@@ -109,7 +109,7 @@ class Suspects:
         """Return whether the request may only be tried apart from other suspects."""
         return suspect.fingerprint in self._deaths
 
-    async def await_turn(self, suspect: SuspectRequest, workers: Collection[Peer]) -> None:
+    async def await_exclusive_try(self, suspect: SuspectRequest, workers: Collection[Peer]) -> None:
         """Wait, as a suspect, until no other one is tried on `workers`. Raises PoisonRequest."""
         await self.judge(suspect)
         wanted: list[bytes | Peer] = [suspect.fingerprint, *workers]

@@ -80,7 +80,7 @@ class _Record:
     successes: int = 0  # in a row
     times: int = 0  # ejected, since it was last forgiven
     until: float | None = None  # None: not ejected
-    is_probed: bool = False  # one request is finding out
+    is_on_trial: bool = False  # one request is finding out
     lost_at: float = float("-inf")
 
 
@@ -110,7 +110,7 @@ class Ejection(Generic[K]):
         """Note that a request goes there. Where its ejection is over, this request is the probe."""
         record = self._records.get(worker)
         if record is not None and record.until is not None and record.until <= self._clock():
-            record.is_probed = True
+            record.is_on_trial = True
 
     def succeeded(self, worker: K) -> None:
         """Count a request that the worker served."""
@@ -120,9 +120,9 @@ class Ejection(Generic[K]):
         record.in_a_row = 0
         record.successes += 1
         record.recent.append(False)
-        if record.until is not None and (record.is_probed or record.until <= self._clock()):
+        if record.until is not None and (record.is_on_trial or record.until <= self._clock()):
             record.until = None
-            record.is_probed = False
+            record.is_on_trial = False
             record.recent.clear()
         if record.successes >= _CLEAN_AFTER and record.until is None:
             del self._records[worker]
@@ -133,11 +133,11 @@ class Ejection(Generic[K]):
         record.successes = 0
         record.in_a_row += 1
         record.recent.append(True)
-        if record.until is not None and not record.is_probed:
+        if record.until is not None and not record.is_on_trial:
             return  # requests that were there before it was ejected
         rate = sum(record.recent) / len(record.recent)
         is_often = len(record.recent) >= _RECENT and rate >= self._config.failure_rate
-        if record.is_probed or record.in_a_row >= self._config.failures_in_a_row or is_often:
+        if record.is_on_trial or record.in_a_row >= self._config.failures_in_a_row or is_often:
             self._eject(record)
 
     def lost(self, worker: K) -> None:
@@ -152,12 +152,12 @@ class Ejection(Generic[K]):
         """Note a request that ended without a result: its client left, or it was the request's own fault."""
         record = self._records.get(worker)
         if record is not None:
-            record.is_probed = False  # the next request finds out
+            record.is_on_trial = False  # the next request finds out
 
     def is_out(self, worker: K) -> bool:
         """Return whether it is to be left out now, however many others are."""
         record = self._records.get(worker)
-        return record is not None and record.until is not None and (record.is_probed or record.until > self._clock())
+        return record is not None and record.until is not None and (record.is_on_trial or record.until > self._clock())
 
     def ejected(self, among: Collection[K]) -> frozenset[K]:
         """Return those of `among` to be left out now, half of them at most: the ones that return last."""
@@ -170,7 +170,7 @@ class Ejection(Generic[K]):
         record.times += 1
         record.in_a_row = 0
         record.recent.clear()
-        record.is_probed = False
+        record.is_on_trial = False
         record.until = self._clock() + out_s
 
 
@@ -229,9 +229,9 @@ class WorkerRecords:
 
     # --- questions of an attempt ---
 
-    async def await_turn(self, suspect: SuspectRequest, path: Path) -> None:
+    async def await_exclusive_try(self, suspect: SuspectRequest, path: Path) -> None:
         """Wait, as a suspect, until the path's workers may be called. Raises PoisonRequest."""
-        await self.suspects.await_turn(suspect, path.workers)
+        await self.suspects.await_exclusive_try(suspect, path.workers)
         for worker in path.workers:
             self._ejection.begin(worker)
         if path.prefill is None:
@@ -244,10 +244,10 @@ class WorkerRecords:
         self.suspects.check(suspect)
         self.suspects.run(suspect, worker)
 
-    async def await_turn_of_decode(self, suspect: SuspectRequest, decode: Peer) -> None:
+    async def await_exclusive_decode(self, suspect: SuspectRequest, decode: Peer) -> None:
         """Wait, as a suspect, until the decode worker may compute the prompt. Raises PoisonRequest."""
         self.suspects.leave(suspect, decode)  # it waits for KV that won't come
-        await self.suspects.await_turn(suspect, [decode])
+        await self.suspects.await_exclusive_try(suspect, [decode])
         self.suspects.run(suspect, decode)
 
     # --- events of an attempt ---

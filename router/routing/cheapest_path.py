@@ -80,12 +80,12 @@ def cheapest_path(
     *,
     left_out: LeftOut = NOBODY,
     decodes_alone: bool = True,
-    turn: int = 0,
+    rotation: int = 0,
 ) -> Path:
     """The pair of workers, or the decode worker alone, that is through with the request first; with its estimate.
 
     Prefill workers that are `left_out` are never taken, decode workers only for want of others, draining ones never.
-    Where not `decodes_alone`, a decode worker computes a prompt only where there is no pair. Of equals, each `turn`
+    Where not `decodes_alone`, a decode worker computes a prompt only where there is no pair. Of equals, each `rotation`
     takes another. Raises NoPath where no decode worker is left.
     """
     source = None
@@ -95,7 +95,7 @@ def cheapest_path(
         prefill_cost(worker, query, source) for worker in able_to_prefill(prefill, query.num_tokens, left_out)
     ]
     decode_costs = [decode_cost(worker, query) for worker in able_to_decode(decode, query.num_tokens, left_out)]
-    best = _best_pair(query, prefill_costs, decode_costs, turn)
+    best = _best_pair(query, prefill_costs, decode_costs, rotation)
     if best is None or decodes_alone:
         alone = [_PathCost(then.total_s, prefill_cost(then.worker, query, source), then, 0.0) for then in decode_costs]
         # A pull may make others nearly as good as those that hold the prompt's beginning.
@@ -103,7 +103,7 @@ def cheapest_path(
             alone,
             lambda one: one.total_s,
             lambda one: (one.decode.worker.requests, -one.decode.worker.cached_tokens),
-            turn,
+            rotation,
         )
         if best is None or quickest.total_s < best.total_s:
             best = quickest
@@ -130,7 +130,7 @@ def prefill_cost(worker: KnownWorker, query: PathQuery, source: KnownWorker | No
 
 
 def cheapest_prefill(
-    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], query: PathQuery, *, left_out: LeftOut, turn: int
+    prefill: Sequence[KnownWorker], decode: Sequence[KnownWorker], query: PathQuery, *, left_out: LeftOut, rotation: int
 ) -> Path:
     """Return the path of a prompt that is only scored: the prefill worker that has it done first.
 
@@ -143,7 +143,7 @@ def cheapest_prefill(
         choices,
         lambda one: one.total_s,
         lambda one: (one.worker.queued_tokens(), one.worker.requests, -one.worker.cached_tokens),
-        turn,
+        rotation,
     )
     if not best.worker.token_s:
         return Path(None, best.worker.info)
@@ -195,7 +195,7 @@ def _computing(worker: KnownWorker, new_tokens: int, before: int) -> tuple[float
 
 
 def _best_pair(
-    query: PathQuery, prefill_costs: Sequence[PrefillCost], decode_costs: Sequence[DecodeCost], turn: int
+    query: PathQuery, prefill_costs: Sequence[PrefillCost], decode_costs: Sequence[DecodeCost], rotation: int
 ) -> _PathCost | None:
     """A prefill and a decode worker. Decode workers of one kind are weighed together: the same can send to them."""
     best: _PathCost | None = None
@@ -204,13 +204,15 @@ def _best_pair(
         senders = [one for one in prefill_costs if takers and one.worker.kind in takers[0].worker.takes]
         if not senders:
             continue
-        first = _pick(senders, lambda one: one.total_s, lambda one: (-one.worker.cached_tokens,), turn)
+        first = _pick(senders, lambda one: one.total_s, lambda one: (-one.worker.cached_tokens,), rotation)
         last_tokens = min(first.new_tokens, first.worker.chunk_tokens)
         choices: list[_PathCost] = []
         for then in takers:
             sending_s = transfer_s(then.worker, query, hidden_s=first.prefill_s, last_tokens=last_tokens)
             choices.append(_PathCost(sending_s + then.total_s, first, then, sending_s))
-        choice = _pick(choices, lambda one: one.after_s, lambda one: (one.decode.worker.requests, one.transfer_s), turn)
+        choice = _pick(
+            choices, lambda one: one.after_s, lambda one: (one.decode.worker.requests, one.transfer_s), rotation
+        )
         if best is None or choice.total_s < best.total_s:
             best = choice
     return best
@@ -245,26 +247,26 @@ def path_by_load(
     num_tokens: int,
     *,
     left_out: LeftOut = NOBODY,
-    turn: int | None = None,
+    rotation: int | None = None,
 ) -> Path:
     """The path for a request whose prompt has `num_tokens` tokens. `left_out` is as `cheapest_path` has it.
 
     Decode: one whose free blocks hold the prompt before one whose don't, then the fewest requests, then the most free
     blocks. Prefill: the fewest queued tokens among those whose KV the decode worker can take. The worker id breaks
-    ties. With a `turn`, whatever the load: of each role the worker whose turn it is, by worker ids. Raises NoPath.
+    ties. With a `rotation`, whatever the load: of each role the worker whose turn it is, by worker ids. Raises NoPath.
     """
     able = sorted(able_to_decode(decode, num_tokens, left_out), key=_name)
-    if turn is None:
+    if rotation is None:
         taker = min(able, key=lambda one: (one.free_tokens < num_tokens, one.requests, -one.free_tokens))
     else:
-        taker = able[turn % len(able)]
+        taker = able[rotation % len(able)]
     senders = [one for one in able_to_prefill(prefill, num_tokens, left_out) if one.kind in taker.takes]
     if not senders:
         return Path(None, taker.info)
     senders.sort(key=_name)
-    if turn is None:
+    if rotation is None:
         return Path(min(senders, key=lambda one: (one.queued_tokens(), one.requests)).info, taker.info)
-    return Path(senders[turn % len(senders)].info, taker.info)
+    return Path(senders[rotation % len(senders)].info, taker.info)
 
 
 def with_source(
@@ -321,11 +323,11 @@ def _tier(worker: KnownWorker, left_out: LeftOut) -> int:
     return max(worker.tier, left_out.get(worker.info.peer, AVAILABLE)) if left_out else worker.tier
 
 
-def _pick(some: Sequence[T], cost_s: Callable[[T], float], work: Callable[[T], tuple[float, ...]], turn: int) -> T:
+def _pick(some: Sequence[T], cost_s: Callable[[T], float], work: Callable[[T], tuple[float, ...]], rotation: int) -> T:
     """Return the cheapest; of those about as good the ones with the least work; of those each in turn."""
     most_s = min(map(cost_s, some)) * (1 + _EQUAL)
     near = [one for one in some if cost_s(one) <= most_s]
     if len(near) > 1:
         least = min(map(work, near))
         near = [one for one in near if work(one) == least]
-    return near[turn % len(near)]
+    return near[rotation % len(near)]

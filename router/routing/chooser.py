@@ -80,7 +80,7 @@ class PathChooser:
         self._view = view
         self._cached = blocks
         self._cost_probes = CostProbes()
-        self._turn = 0
+        self._rotation = 0
         self._answer_tokens = FIRST_ANSWER_TOKENS
 
     @property
@@ -100,7 +100,7 @@ class PathChooser:
         `failed` are workers that failed the request, `ejected` those that fail many.
         """
         self._follow()
-        self._turn += 1
+        self._rotation += 1
         promise = request.promise
         self._view.classes[promise.class_name] = promise.priority, promise.share
         self._view.refresh()
@@ -109,15 +109,15 @@ class PathChooser:
         left_out = leave_out(failed, ejected)
         query = self._query(request, sent)
         if request.scoring is not None:
-            return cheapest_prefill(prefill, decode, query, left_out=left_out, turn=self._turn)
+            return cheapest_prefill(prefill, decode, query, left_out=left_out, rotation=self._rotation)
         if self._cached is None or not self._view.knows_costs:
-            turn = self._turn if self._config.policy == "round_robin" else None
-            path = path_by_load(prefill, decode, query.num_tokens, left_out=left_out, turn=turn)
+            rotation = self._rotation if self._config.policy == "round_robin" else None
+            path = path_by_load(prefill, decode, query.num_tokens, left_out=left_out, rotation=rotation)
             if self._cached is None or query.min_pull_tokens is None:
                 return path
             return with_source(path, self._view.workers, query.num_tokens, query.min_pull_tokens, left_out)
         best = cheapest_path(
-            prefill, decode, query, left_out=left_out, decodes_alone=self._config.decodes_alone, turn=self._turn
+            prefill, decode, query, left_out=left_out, decodes_alone=self._config.decodes_alone, rotation=self._rotation
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out
@@ -203,7 +203,7 @@ class PathChooser:
         if worker is None or best.estimate is None or best.prompt_worker.peer == worker:
             return None
         alone = [one for one in prefill if one.info.peer == worker]
-        path = cheapest_path(alone, decode, query, decodes_alone=False, turn=self._turn)
+        path = cheapest_path(alone, decode, query, decodes_alone=False, rotation=self._rotation)
         if path.prefill is None or path.estimate is None:
             return None
         slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)

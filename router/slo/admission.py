@@ -11,7 +11,7 @@ tests/router/slo/test_admission.py:
    at any time, need them.
 4. Reserve (`_kept_free`): a part of every limit is kept for higher classes and for classes below their share.
 5. Hysteresis (`_kept_free`): a class that was refused gets in again only some way below its limit.
-6. Probes (`_is_probe`): after a while without an admission one request is let in against all predictions.
+6. Trials (`_is_trial`): after a while without an admission one request is let in against all predictions.
 """
 
 import math
@@ -130,7 +130,7 @@ class Admission:
             history.offered.add(1.0, now)
             self._load(path, now).want(request.promise.priority, path.estimate.prefill_s, now)
             fault = self._fault(request, path, path.estimate, history, waited_s)
-            if fault is not None and not self._is_probe(fault, path, path.estimate, history, now):
+            if fault is not None and not self._is_trial(fault, path, path.estimate, history, now):
                 history.is_refusing = True
                 history.refused_at = now
                 retry_after_s = self._retry_after_s(fault, path, path.estimate, history, now)
@@ -233,7 +233,7 @@ class Admission:
         tokens = sum(one.tokens.value(now) for one in self._classes.values())
         return history.tokens.value(now) < history.share * tokens
 
-    def _is_probe(self, fault: _Fault, path: Path, estimate: PathEstimate, history: ClassHistory, now: float) -> bool:
+    def _is_trial(self, fault: _Fault, path: Path, estimate: PathEstimate, history: ClassHistory, now: float) -> bool:
         """Return whether it is let in despite all predictions: wrong ones, or higher classes, could shut it out.
 
         A worker that is thought too slow even for a prompt alone is tried though others let in what they can: with

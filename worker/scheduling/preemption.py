@@ -47,7 +47,7 @@ class Preemptor:
         A job whose KV is kept frees its blocks only once they are copied, so this stops at the first of these jobs.
         """
         while blocks_wanted(decodes) > self._scheduler.pool.free_blocks:
-            job = min(self._scheduler.running, key=rank)
+            job = min(self._scheduler.running, key=preemption_order)
             if swap := self._preempt(job):
                 return (swap,)
             decodes = [other for other in decodes if other is not job]
@@ -87,7 +87,7 @@ class Preemptor:
         return swap
 
 
-def rank(job: WorkerJob) -> tuple[bool, int, int]:
+def preemption_order(job: WorkerJob) -> tuple[bool, int, int]:
     """Return the order in which running jobs are preempted: the smallest first."""
     return (job.keeps_blocks, job.request.promise.priority, -job.arrival)
 
@@ -98,7 +98,7 @@ def lower_classes_to_preempt(
     """Return jobs of lower classes that together free enough blocks for a waiting one; none where they can't."""
     priority = waiting.request.promise.priority
     lower = [job for job in running if job.request.promise.priority < priority and not job.keeps_blocks]
-    return jobs_to_preempt(sorted(lower, key=rank), missing_blocks, pool)
+    return jobs_to_preempt(sorted(lower, key=preemption_order), missing_blocks, pool)
 
 
 def jobs_to_preempt(candidates: Iterable[WorkerJob], missing_blocks: int, pool: BlockPool) -> list[WorkerJob]:

@@ -39,7 +39,7 @@ class Scene:
         return [self.suspects.is_suspect(request) for request in requests]
 
     def turn(self, request, *workers: Peer) -> asyncio.Task[None]:
-        return asyncio.create_task(self.suspects.await_turn(request, workers))
+        return asyncio.create_task(self.suspects.await_exclusive_try(request, workers))
 
 
 async def turned():
@@ -110,7 +110,7 @@ async def test_suspects_are_tried_apart_and_those_of_one_fingerprint_one_after_t
     one, two, sibling = scene.request(1), scene.request(2), scene.request(1)
     scene.dies(D0, one, two)
     async with asyncio.timeout(5):
-        await scene.suspects.await_turn(one, [D1])
+        await scene.suspects.await_exclusive_try(one, [D1])
         beside, elsewhere, again = scene.turn(two, D1), scene.turn(two, D2), scene.turn(sibling, P)
         await turned()
         assert (beside.done(), elsewhere.done(), again.done()) == (False, True, False)
@@ -179,7 +179,7 @@ async def test_a_request_that_has_killed_two_workers_is_refused_for_a_while_and_
 async def test_a_suspect_that_waits_is_refused_when_another_router_has_blocked_it(scene):
     tried, waiting = scene.request(1), scene.request(1)
     scene.dies(D0, tried, waiting)
-    await scene.suspects.await_turn(tried, [D1])
+    await scene.suspects.await_exclusive_try(tried, [D1])
     turn = scene.turn(waiting, D2)
     await turned()
     scene.blocked.learn([BlockedRequest(waiting.fingerprint, 600.0)])

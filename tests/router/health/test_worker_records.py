@@ -60,7 +60,7 @@ async def test_a_pair_that_was_kept_apart_is_tried_by_the_next_when_the_one_that
         records.on_event(attempt, PrefillLost(TransferFailed("no route")))
     assert records.unreachable_prefill_for(D.peer) == {P.peer}
     scene.now = 3.0
-    await records.await_turn(attempt.suspect, PAIR)
+    await records.await_exclusive_try(attempt.suspect, PAIR)
     assert records.unreachable_prefill_for(D.peer) == {P.peer}, "others wait for the result"
     records.on_event(attempt, AttemptEnded(3.0, None, has_decoded=False))  # its client has left
     assert records.unreachable_prefill_for(D.peer) == set()
@@ -81,7 +81,7 @@ async def test_a_worker_that_fails_again_and_again_is_left_out(scene, a_request)
 
 async def test_a_request_that_is_blocked_before_the_prefill_worker_is_called_does_not_get_there(scene, a_request):
     suspect = scene.attempt(a_request()).suspect
-    await scene.records.await_turn(suspect, PAIR)
+    await scene.records.await_exclusive_try(suspect, PAIR)
     scene.blocked.learn([BlockedRequest(suspect.fingerprint, 600.0)])
     with pytest.raises(PoisonRequest):
         scene.records.begin_prefill(suspect, P.peer)
@@ -92,7 +92,7 @@ async def test_a_request_that_a_prefill_worker_gave_back_is_no_suspect_of_its_de
     records = scene.records
     given_back, other = (scene.attempt(a_request(token_ids=(i,), num_prompt_tokens=1)) for i in range(2))
     for attempt in (given_back, other):
-        await records.await_turn(attempt.suspect, PAIR)
+        await records.await_exclusive_try(attempt.suspect, PAIR)
         records.begin_prefill(attempt.suspect, P.peer)
     records.on_event(given_back, PrefillLost(answer))
     records.on_event(other, PrefillLost(WorkerLost("it died")))
@@ -102,7 +102,7 @@ async def test_a_request_that_a_prefill_worker_gave_back_is_no_suspect_of_its_de
 async def test_a_worker_that_fell_silent_makes_no_suspects(scene, a_request):
     path = Path(None, D1)
     attempt = scene.attempt(a_request(), path)
-    await scene.records.await_turn(attempt.suspect, path)
+    await scene.records.await_exclusive_try(attempt.suspect, path)
     scene.records.on_event(attempt, DecodeFailed(WorkerLost("it fell silent")))
     assert not scene.records.suspects.is_suspect(attempt.suspect)
 

@@ -92,8 +92,8 @@ def test_a_decode_worker_alone_pulls_what_another_worker_holds():
 
 def test_a_prompt_stays_with_a_decode_worker_that_holds_it_while_none_has_less_to_do():
     fleet = Fleet([], [IDLE, IDLE, load(running=1)])
-    assert {fleet.names(cached_tokens={"d1": 384}, turn=turn) for turn in range(3)} == {(None, "d1", None)}
-    assert {fleet.names(turn=turn) for turn in range(2)} == {(None, "d0", None), (None, "d1", None)}
+    assert {fleet.names(cached_tokens={"d1": 384}, rotation=turn) for turn in range(3)} == {(None, "d1", None)}
+    assert {fleet.names(rotation=turn) for turn in range(2)} == {(None, "d0", None), (None, "d1", None)}
 
 
 def test_a_decode_worker_alone_computes_what_is_short_if_it_has_little_to_do():
@@ -131,7 +131,7 @@ def test_a_class_waits_for_those_above_it_alone():
 
 def test_workers_that_are_about_as_good_are_taken_in_turn():
     fleet = Fleet([IDLE, IDLE, load(waiting=300)], [load(running=1), IDLE, IDLE])
-    taken = {fleet.names(turn=turn) for turn in range(2)}
+    taken = {fleet.names(rotation=turn) for turn in range(2)}
     assert taken == {("p0", "d1", None), ("p1", "d2", None)}
 
 
@@ -316,9 +316,9 @@ class ByLoad(Fleet):
     def __init__(self, prefill, decode, **changes):
         super().__init__(prefill, decode, costs=None, **changes)
 
-    def path(self, num_tokens=20, *, failed=(), ejected=(), turn=None):
+    def path(self, num_tokens=20, *, failed=(), ejected=(), rotation=None):
         workers = self.of("prefill", {}), self.of("decode", {})
-        return path_by_load(*workers, num_tokens, left_out=leave_out(failed, ejected), turn=turn)
+        return path_by_load(*workers, num_tokens, left_out=leave_out(failed, ejected), rotation=rotation)
 
 
 def test_the_least_loaded_of_each_role_is_taken():
@@ -339,8 +339,13 @@ def test_block_and_tensor_parallel_sizes_may_differ_within_a_pair():
 
 def test_in_turn_each_worker_of_a_role_is_taken_whatever_its_load():
     fleet = ByLoad([IDLE, load(waiting=900)], [load(running=number) for number in range(3)])
-    assert [fleet.names(turn=turn)[:2] for turn in range(4)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d2"), ("p1", "d0")]
-    assert fleet.names(turn=0, failed=peers("d0")) == ("p0", "d1", None)
+    assert [fleet.names(rotation=turn)[:2] for turn in range(4)] == [
+        ("p0", "d0"),
+        ("p1", "d1"),
+        ("p0", "d2"),
+        ("p1", "d0"),
+    ]
+    assert fleet.names(rotation=0, failed=peers("d0")) == ("p0", "d1", None)
 
 
 # --- by cost and by load ---
