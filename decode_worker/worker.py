@@ -131,7 +131,7 @@ class DecodeWorker(Worker[DecodeCall]):
 
     async def score_prompt(self, request: GenerateRequest) -> PrefillReply:
         """Score or embed a prompt. Raises RequestError (can't be served) or WorkerLost (the worker is ending)."""
-        return await logged("score_prompt", request, self._clock, self._score_prompt(request))
+        return await logged("score", request, self._clock, self._score_prompt(request))
 
     async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:
         if ticket is not None and pull is not None:

@@ -79,7 +79,7 @@ class PrefillWorker(Worker[PrefillCall]):
 
     async def score_prompt(self, request: GenerateRequest) -> PrefillReply:
         """Score or embed a prompt whose KV no other worker needs. Raises what `prefill` does."""
-        return await logged("score_prompt", request, self._clock, self._prefill(request, None, None))
+        return await logged("score", request, self._clock, self._prefill(request, None, None))
 
     async def _prefill(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> PrefillReply:
         self._check_new(request, pull)

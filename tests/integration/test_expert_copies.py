@@ -44,7 +44,7 @@ def expected(folder: Path) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def often_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rank 0 of this process decide often and move copies in pieces."""
-    monkeypatch.setattr(expert_balance, "EXAMINE_S", 0.05)
+    monkeypatch.setattr(expert_balance, "EXPERT_EXAMINE_S", 0.05)
     monkeypatch.setitem(expert_slots.STEP_BYTES, "cpu", 2000)
 
 

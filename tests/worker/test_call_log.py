@@ -48,12 +48,12 @@ async def test_a_call_that_is_done_makes_one_line_however_many_tokens_it_had(
 
 
 @of_both_roles()
-@pytest.mark.parametrize("how", ["cancelled", "refused", "by the router", "router gone", "read"])
+@pytest.mark.parametrize("how", ["cancelled", "refused", "by the router", "router gone", "score"])
 async def test_a_call_that_ends_otherwise_makes_one_line_too(
     rig: Rig, role: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="twostroke")
-    if how == "read":
+    if how == "score":
         await rig.worker.score_prompt(
             a_request(max_tokens=0, scoring=ScoringParams(pooling="last"), log_context=CONTEXT)
         )
@@ -74,7 +74,7 @@ async def test_a_call_that_ends_otherwise_makes_one_line_too(
         "refused": f"{role} failed: grammar_unsupported",
         "by the router": f"{role} was cancelled",
         "router gone": f"{role} failed: router {ROUTER} is gone",
-        "read": "read is done",
+        "score": "score is done",
     }
     assert (message, fields["request_id"]) == (expected[how], "a client's")
 

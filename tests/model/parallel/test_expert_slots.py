@@ -166,7 +166,7 @@ def test_tokens_stay_what_they_are_while_experts_move(
 ) -> None:
     if by_rows:
         monkeypatch.setitem(expert_sums.LEAST_SAVED_BYTES, "cpu", 0)
-    monkeypatch.setattr(expert_balance, "EXAMINE_S", 2.0)
+    monkeypatch.setattr(expert_balance, "EXPERT_EXAMINE_S", 2.0)
     folder = write_checkpoint(seed=3, **FAMILY_SHAPES[family])
     prompts = [[7] * 20, [7] * 33, [11, 7] * 12, *([row] * 9 for row in range(20, 26))]
     expected = generate(runner(folder, SingleRank()), prompts, 24, chunk=37, block_size=BLOCK_SIZE)
