@@ -65,7 +65,7 @@ def launched_variants(folder: Path, **options: Any) -> tuple[set[str], set[str]]
             steps.append(SequenceStep([0] * length, 5, [block % 64 for block in range(first, first + blocks)], None))
             first += blocks
         rows, sequences = np.cumsum(sorted(lengths)) - 1, np.arange(len(lengths))
-        layouts = make_layouts(steps, 16, torch.device("cpu"), groups, cache.held)
+        layouts = make_layouts(steps, 16, torch.device("cpu"), groups, cache.local_tokens)
         drawing = Drawing(torch.from_numpy(rows), torch.from_numpy(sequences))
         tokens = torch.zeros(sum(lengths), dtype=torch.int64)
         logits = decoder.forward(StepInput(tokens, layouts, cache.tensors, drawing))
