@@ -10,6 +10,7 @@ folders for its sockets and logs that everybody may write to.
 
 import contextlib
 import os
+import random
 import secrets
 import socket
 import stat
@@ -22,6 +23,8 @@ from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE, write_haproxy
 from twostroke.cluster.deployments.proxies import HAPROXY_SWITCHES, NO_HAPROXY_SWITCHES, SWITCHES
 
 SERVE_SHUTDOWN_S = 4.0
+SERVER_PORTS = range(20_000, 32_768)
+"""Ports above those that Ray gives to its workers, and below Linux's `ip_local_port_range`."""
 LONGEST_FOLDER = 40  # of Ray's sessions, whose sockets have paths of 107 bytes at most
 
 
@@ -53,12 +56,20 @@ def private_ray_folder() -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens on at the moment, all different."""
+    """Draw TCP ports that nobody listens on at the moment, all different.
+
+    None is one that the system gives to connections by itself: such a port may be taken before a server listens on it.
+    """
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
+        ports: list[int] = []
+        for port in random.sample(SERVER_PORTS, len(SERVER_PORTS)):
+            if len(ports) == count:
+                break
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("", port))
+                ports.append(port)
+        return ports
 
 
 def haproxy_switches(folder: Path, *, stats: int, metrics: int, fallback: int) -> dict[str, str]:
