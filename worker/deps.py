@@ -39,3 +39,4 @@ class WorkerDeps:
     work: StepWork | None = None  # the model's; None: utilisation is not reported
     limits: MachineLimits | None = None  # of the machine, for all ranks together
     gpu_use: Callable[[], GpuUse | None] = lambda: None
+    machine: str = ""  # as WorkerInfo has it

@@ -133,6 +133,7 @@ class Worker:
             max_batch=self._config.max_batch,
             weights=deps.weights,
             vocab_size=deps.vocab_size,
+            machine=deps.machine,
         )
 
     def stats(self) -> WorkerStats:
@@ -146,6 +147,7 @@ class Worker:
         return WorkerStats(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
+            num_decoding=scheduler.num_decoding,
             num_waiting_tokens=sum(of_class.tokens for of_class in queued),
             free_blocks=deps.pool.free_blocks,
             total_blocks=deps.pool.num_blocks,

@@ -247,7 +247,7 @@ class ProcessFleet:
             network=TcpNetwork(secret),
             router=router,
             clock=time.monotonic,
-            config=PipelineConfig(pulls=False, decodes_alone=len(settings) == 1),
+            config=PipelineConfig(pulls=False, roles="fixed", decodes_alone=len(settings) == 1),
         )
         self._channels = knowledge.channels
         self._pipeline = Pipeline(fleet=self, knowledge=knowledge, secret=secret)

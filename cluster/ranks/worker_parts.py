@@ -95,7 +95,8 @@ async def load_parts(
             vocab_size=rank.loaded.model_config.vocab_size,
             work=rank.loaded.work(),
             limits=rank.loaded.limits.times(settings.parallel.num_ranks),
-            gpu_use=watch_gpu(rank.loaded.kv_cache.tensors[0].device),
+            gpu_use=watch_gpu(device := rank.loaded.kv_cache.tensors[0].device),
+            machine=host if device.type == "cpu" else "",
         )
 
     if settings.parallel.num_ranks == 1:

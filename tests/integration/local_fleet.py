@@ -35,6 +35,10 @@ VOCAB = 96  # of the checkpoints that tests write
 Answer = TypeVar("Answer")
 
 
+ONLY_PAIRS: dict[str, Any] = {"roles": "fixed", "decodes_alone": False}
+"""Each prompt goes by the prefill worker, whatever the router expects it to cost there."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes and settings of a fleet."""
@@ -61,8 +65,7 @@ class Shape:
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
-    # Each prompt goes by the prefill worker, whatever the router expects it to cost there: that way is tested here.
-    pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, decodes_alone=False))
+    pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, **ONLY_PAIRS))
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
 
@@ -206,9 +209,8 @@ async def _add_worker(
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
-            max_batch=min(256, shape.decode_step_tokens),
             router_wait_s=shape.router_wait_s,
-            **shape.decode,
+            **{"max_batch": min(256, shape.decode_step_tokens), **shape.decode},
         )
         worker_role = decode_role(decode_config)
     worker = Worker(worker_role, parts.deps, parts.rank.loaded.swap_space)

@@ -72,6 +72,12 @@ class Scheduler:
         return len(self.running)
 
     @property
+    def num_decoding(self) -> int:
+        """Requests whose answers are written here, once their prompts are computed."""
+        jobs = (*self.waiting, *self.transferring, *self.running)
+        return len(jobs) - sum(job.is_prefill_only for job in jobs)
+
+    @property
     def decoding(self) -> Iterable[WorkerJob]:
         """The requests that decode, those without a place in the batch included."""
         return (job for job in self.running if job.sequence.num_uncomputed <= 1 and not job.is_prefill_only)
