@@ -13,7 +13,9 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.requests import Peer, Promise
+from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.workers import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Classes, KnownWorker
 
@@ -124,14 +126,17 @@ def cheapest_path(
 
 
 def _has_room_for_guest(worker: KnownWorker, query: PathQuery) -> bool:
-    """Return True where a prefill worker can write the answer, however long it becomes.
+    """Return True where a worker can write the answer, however long it becomes.
 
-    Where times between tokens are promised, only an idle one does: its streams wait for whole steps of prompts.
+    On a prefill worker, where times between tokens are promised, only an idle one can: its streams wait for whole steps
+    of prompts.
     """
     info = worker.info
     tokens = info.num_blocks * info.layout.groups.tokens_a_block(info.layout.block_size, query.most_tokens)
     if info.max_context < query.most_tokens or tokens < query.most_tokens:
         return False
+    if worker.info.role == "decode":
+        return True
     return query.promise.tpot_s is None or (worker.requests == 0 and worker.prompt_share < LEAST_PROMPT_SHARE)
 
 
@@ -189,6 +194,26 @@ def cheapest_prefill(
         return Path(None, best.worker.info, is_scoring=True)
     estimate = PathEstimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0)
     return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens, is_scoring=True)
+
+
+def cheapest_target(workers: Iterable[KnownWorker], query: PathQuery, source: WorkerInfo) -> KnownWorker:
+    """Return the worker that goes on quickest with a sequence whose KV comes from `source`.
+
+    Raises NoPath where none has room now. Before workers have reported their costs it is the one with least to do.
+    """
+    costs = [
+        decode_cost(one, query)
+        for one in workers
+        if one.tier == AVAILABLE
+        and one.info.transfer_addresses
+        and one.free_tokens > query.num_tokens
+        and _has_room_for_guest(one, query)
+        and incompatibility(source.layout, one.info.layout) is None
+    ]
+    costs = [one for one in costs if one.slot_s == 0]
+    if not costs:
+        raise NoPath("no other worker has room for the stream")
+    return min(costs, key=lambda one: (one.total_s, one.worker.requests)).worker
 
 
 def decode_cost(worker: KnownWorker, query: PathQuery) -> DecodeCost:

@@ -16,6 +16,7 @@ from twostroke.router.routing.cheapest_path import (
     PathQuery,
     cheapest_path,
     cheapest_prefill,
+    cheapest_target,
     leave_out,
     path_by_load,
     with_source,
@@ -149,6 +150,26 @@ class PathChooser:
         if pair.prefill is None or pair.estimate is None or alone.estimate is None:
             return False
         return 2 * _first_token_s(pair.estimate) < _first_token_s(alone.estimate)
+
+    def find(self, worker: Peer) -> KnownWorker | None:
+        """Return what is known of a worker now; None where it has left the fleet."""
+        self._follow()
+        self._view.refresh()
+        return self._view.find(worker)
+
+    def choose_target(
+        self, request: GenerateRequest, sent: Sequence[int], source: WorkerInfo, *, to_prefill: bool
+    ) -> Path:
+        """Return the path of a running sequence that leaves `source`: the other worker with room that is quickest.
+
+        It is a decode worker or, with `to_prefill`, perhaps a prefill worker. Raises NoPath where none has room now.
+        """
+        self._follow()
+        self._view.refresh()
+        workers = [*self._view.of_role["decode"], *(self._view.of_role["prefill"] if to_prefill else ())]
+        query = self._query(request, sent)
+        target = cheapest_target([one for one in workers if one.info.peer != source.peer], query, source)
+        return Path(None, target.info, new_tokens=target.info.layout.block_size)
 
     def hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
         """Count the attempt in at its workers."""

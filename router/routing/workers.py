@@ -215,6 +215,10 @@ class FleetView:
         self._update(worker)
         self._changed.discard(peer)
 
+    def find(self, peer: Peer) -> KnownWorker | None:
+        """Return a worker of the fleet; None where it is not there any more."""
+        return self._known.get(peer)
+
     def on_connection(self, peer: Peer, is_up: bool) -> None:
         """Note that the worker's channel has come up or dropped; its numbers count no more without a channel."""
         if is_up:
