@@ -1,10 +1,9 @@
-"""Streams that move to another worker while they are written: the same tokens, each once. Real engines and transfers."""
+"""Streams that move to another worker while they are written keep their tokens, each once. All of it is real."""
 
 import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
