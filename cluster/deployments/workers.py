@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENDING_S = 10.0
+ENDING_S = 5.0
 """Seconds in which a replica without calls ends, after which Serve ends its process."""
 
-DRAIN_S = 6.0
+DRAIN_S = 3.0
 """Seconds of that for transfers whose calls have returned."""
 
 
