@@ -1,9 +1,13 @@
 """The parts of one rank of a worker, loaded in its own process. A single rank is the whole worker."""
 
 import asyncio
+import hashlib
+import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -74,7 +78,8 @@ async def load_rank(
     if settings.device == "cuda":
         sys.setswitchinterval(SWITCH_S)
     gpu = 0 if place is None else place.rank % settings.parallel.tensor_ranks
-    config = settings.engine_config(resolve_model_folder(settings.model.path, revision=settings.model.revision), gpu)
+    folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
+    config = settings.engine_config(folder, gpu, core_table_path(secret))
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
     loaded = await asyncio.to_thread(load_engine, config, place)
     store: KVStore = loaded.kv_cache
@@ -114,6 +119,13 @@ async def load_rank(
             secret=secret,
         ),
     )
+
+
+def core_table_path(secret: bytes) -> Path:
+    """Return the path of the table by which the workers of one server on one host lend each other cores."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    name = hashlib.sha256(b"core lending" + secret).hexdigest()[:16]
+    return Path(shared, f"twostroke-cores-{os.getuid()}", name)
 
 
 def close_engine(loaded: "LoadedEngine") -> None:
