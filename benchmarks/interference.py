@@ -23,11 +23,12 @@ from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.benchmarks.transfers.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.policy import StepBudget
+from twostroke.decode_worker.policy import DecodePolicy
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduling.policy import StepBudget
 
 BLOCK_SIZE = 16
 STREAM_TOKENS = 8192  # more than any stream writes while the bench lasts
@@ -102,7 +103,7 @@ def bound_s(arguments: argparse.Namespace, costs: StepCosts | None, alone_s: flo
         return float(arguments.tpot_ms) / 1e3
     if costs is None:
         return None
-    bounds = StepBudget(_config(arguments), lambda: costs)
+    bounds = StepBudget(_config(arguments), lambda: costs, DecodePolicy.longest_chunk, DecodePolicy.most_stall_s)
     return bounds.stall_s(costs, alone_s, alone_s + costs.weights_s - costs.reading_s(arguments.streams))
 
 

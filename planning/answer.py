@@ -11,7 +11,7 @@ from twostroke.model.config import ModelConfig
 from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.planning.costs.roofline import WorkerHardware
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, router_settings
 from twostroke.planning.search import Budget, FleetSearch, Planned
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
@@ -112,7 +112,7 @@ def settings_of(
     settings["prefill"] = {"replicas": 0}
     if layout.prefill is not None:
         settings["prefill"] = section(layout.prefill, layout.num_prefill)
-        settings["router"] = {"decodes_alone": layout.mode == "hybrid"}
+        settings["router"] = router_settings(layout.mode)
     settings["decode"] = section(layout.decode, layout.num_decode) | {"max_batch": layout.decode.max_batch}
     one = {"name": "standard", "ttft_s": promise.ttft_s, "tpot_s": promise.tpot_s}
     return settings | {"slo": {"classes": [one]}}

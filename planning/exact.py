@@ -9,7 +9,7 @@ from twostroke.loadtests.plan import Chat, Closed, Plan, Session
 from twostroke.loadtests.run_folder import Record
 from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import TEMPLATE_TOKENS, sessions
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, router_settings
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
@@ -58,7 +58,7 @@ def simulate_plan(
             "kv_aware",
             layout.decode,
             users=users,
-            decodes_alone=layout.mode != "disaggregated",
+            **router_settings(layout.mode),
             prefill_profile=layout.prefill,
             prefill=layout.num_prefill,
             decode=layout.num_decode,

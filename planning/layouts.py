@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from twostroke.loadtests.capacity import SearchRange, capacity_of
 from twostroke.planning.costs.roofline import usd_per_million
@@ -26,6 +26,12 @@ Mode = Literal["aggregated", "disaggregated", "hybrid"]
 
 HALVINGS = 5  # of the interval in which the share of prompts lies that a hybrid's decode workers read
 STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the step from a guess, and where it ends
+
+
+def router_settings(mode: Mode) -> dict[str, Any]:
+    """Return the router's settings of a mode: only in a disaggregated fleet does every prompt go by a pair."""
+    is_disaggregated = mode == "disaggregated"
+    return {"decodes_alone": not is_disaggregated, "roles": "fixed" if is_disaggregated else "flexible"}
 
 
 @dataclass(frozen=True)

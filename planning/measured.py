@@ -28,7 +28,7 @@ from twostroke.loadtests.report.figures import Summary
 from twostroke.loadtests.report.pages import write_report
 from twostroke.planning.against import learn
 from twostroke.planning.costs.profiles import among_busy, read_profile, write_profile
-from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.layouts import Layout, Mode, router_settings
 from twostroke.planning.trials import shares_of, simulated_capacity
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
@@ -85,7 +85,7 @@ def server_of(candidate: Candidate, settings: Mapping[str, Any]) -> Iterator[str
     changed: dict[str, dict[str, Any]] = {
         "prefill": {"replicas": candidate.prefill},
         "decode": {"replicas": candidate.decode},
-        "router": {"decodes_alone": candidate.mode != "disaggregated"},
+        "router": router_settings(candidate.mode),
     }
     merged = {**settings, **{name: {**(settings.get(name) or {}), **more} for name, more in changed.items()}}
     with tempfile.TemporaryDirectory() as folder:

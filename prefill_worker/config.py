@@ -11,7 +11,4 @@ class PrefillConfig(WorkerConfig):
     """Prompt tokens of one step, over all prompts that share it. Larger steps compute more efficiently,
     and let a prompt that has just arrived wait longer."""
     max_batch: Count = 32
-    """Prompts that share a step."""
-    run_ahead: bool = True
-    """Schedule a step shortly before the one before it is expected to end, so that the engine never waits for the event
-    loop."""
+    """Prompts and streams that share a step."""

@@ -91,6 +91,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_batch: int = 256  # requests in one step
     weights: str | None = None  # what quantised ones are held in; None: all are of the layout's dtype
     vocab_size: int | None = None  # of the model: all token ids are below it; None: nothing is known of them
+    machine: str = ""  # workers of one machine's CPU share its memory bandwidth and cores; empty: it computes on a GPU
 
     @property
     def full_contexts(self) -> float:
@@ -122,6 +123,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
 
     num_waiting: int = 0  # requests that wait for blocks, or whose KV is still arriving
     num_running: int = 0
+    num_decoding: int | None = None  # of both, those whose answers are written here; None: all of a decode worker's
     num_waiting_tokens: int = 0  # prompt tokens still to be computed, of all requests
     free_blocks: int = 0  # unowned blocks, cached ones included
     total_blocks: int = 0

@@ -90,6 +90,7 @@ class Path(msgspec.Struct, frozen=True):
     )
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
     is_cost_probe: bool = False  # taken to check its costs, not for them
+    is_scoring: bool = False  # the prompt is only scored or embedded
 
     @property
     def prompt_worker(self) -> WorkerInfo:
@@ -103,7 +104,7 @@ class Path(msgspec.Struct, frozen=True):
         decode = self.decode.peer.worker_id
         if self.prefill is not None:
             return self.prefill.peer.worker_id, decode
-        return (decode, "") if self.decode.role == "prefill" else ("", decode)
+        return (decode, "") if self.is_scoring and self.decode.role == "prefill" else ("", decode)
 
     @property
     def workers(self) -> tuple[Peer, ...]:

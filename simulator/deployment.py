@@ -19,7 +19,7 @@ from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, 
 from twostroke.protocol.stats import Role
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.stages import SequenceStages
-from twostroke.router.routing.chooser import Policy
+from twostroke.router.routing.chooser import Policy, Roles
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.memory_network import MemoryFabric
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace
@@ -202,6 +202,7 @@ def serve(
     prefill_profile: WorkerProfile | None = None,
     users: Users | None = None,
     decodes_alone: bool = True,
+    roles: Roles = "flexible",
     prefill: int = 2,
     decode: int = 2,
     prefill_cache_tokens: int,
@@ -238,7 +239,7 @@ def serve(
         max_chunk_bytes=1 << 22,
         max_context=max_context,
     )
-    pipeline = PipelineConfig(policy=policy, request_timeout_s=10_000.0, decodes_alone=decodes_alone)
+    pipeline = PipelineConfig(policy=policy, request_timeout_s=10_000.0, decodes_alone=decodes_alone, roles=roles)
     deployment = _Deployment(trace, plan, {"prefill": sender, "decode": profile}, pipeline, slo, users, until_s, warm)
     deployment.progress = progress
     return run_virtually(deployment.run(prefill, decode, faults), limit_s=LIMIT_S)

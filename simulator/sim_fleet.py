@@ -11,11 +11,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.decode_worker.policy import decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.step import Engine
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.prefill_worker.policy import prefill_role
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
@@ -24,7 +24,8 @@ from twostroke.simulator.memory_network import MemoryFabric, Trace
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop
-from twostroke.worker.worker import WorkerDeps
+from twostroke.worker.deps import WorkerDeps
+from twostroke.worker.worker import Worker
 
 SECRET = b"the simulation's secret"
 NOTICE_S = 0.2  # until a deployment has seen that a worker is unhealthy
@@ -67,7 +68,7 @@ class SimProcess(Generic[EngineT]):
     host: str
     info: WorkerInfo
     context: Context
-    worker: PrefillWorker | DecodeWorker
+    worker: Worker
     engine: EngineT
     parts: Parts
     died: "asyncio.Future[None]"
@@ -125,7 +126,7 @@ class SimFleet(Generic[EngineT]):
         process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
         return process
 
-    def _make(self, role: Role, host: str) -> tuple[PrefillWorker | DecodeWorker, EngineT, Parts]:
+    def _make(self, role: Role, host: str) -> tuple[Worker, EngineT, Parts]:
         plan = self._plan
         is_prefill = role == "prefill"
         block_size = plan.prefill_block_size if is_prefill else plan.decode_block_size
@@ -143,9 +144,8 @@ class SimFleet(Generic[EngineT]):
         deps = WorkerDeps(
             peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
         )
-        if is_prefill:
-            return PrefillWorker(plan.prefill, deps), engine, parts
-        return DecodeWorker(plan.decode, deps, swap_space), engine, parts
+        worker_role = prefill_role(plan.prefill) if is_prefill else decode_role(plan.decode)
+        return Worker(worker_role, deps, swap_space), engine, parts
 
     def crash(self, process: SimProcess[EngineT]) -> None:
         """Take a worker away at once."""

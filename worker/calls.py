@@ -1,15 +1,27 @@
-"""Calls of a worker: what it keeps of each until it returns, and the reply of a computed prompt."""
+"""Calls of a worker: what it keeps of each until it returns, and the replies."""
 
 import asyncio
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply, Ticket, TokenEvent
+from twostroke.kvtransfer.ranks import Incoming, Outgoing
+from twostroke.protocol.errors import CallCancelled, TwostrokeError
+from twostroke.protocol.requests import (
+    DecodeReply,
+    FinishReason,
+    GenerateRequest,
+    PrefillReply,
+    Ticket,
+    TokenEvent,
+)
+from twostroke.worker.call_log import failed_alone
 from twostroke.worker.scheduling.job import Phase, WorkerJob
 from twostroke.worker.scheduling.step import DrawnToken
 
 ReplyT = TypeVar("ReplyT", PrefillReply, DecodeReply)
+
+MOST_CHUNKS = 64
+"""Chunks whose ends a reply has; people look at them, so further ones don't matter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -20,6 +32,8 @@ class WorkerCall(Generic[ReplyT]):
     ticket: Ticket | None
     reply: "asyncio.Future[ReplyT]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     compiling: "asyncio.Task[None] | None" = None  # of its grammar
+    ready_at: float = 0.0  # when it could first have been stepped: its arrival, or the arrival of its KV
+    stepped_at: float | None = None
 
     @property
     def request(self) -> GenerateRequest:
@@ -28,12 +42,17 @@ class WorkerCall(Generic[ReplyT]):
     @property
     def has_begun(self) -> bool:
         """True once anything is computed or received for it, or is about to be."""
-        return self.job.phase is not Phase.WAITING
+        return self.stepped_at is not None or self.job.is_offered or self.job.phase is not Phase.WAITING
 
     @property
     def is_over(self) -> bool:
-        """True once the worker may forget it."""
-        return self.job.has_ended
+        """True once it has returned, and nothing sends its KV: the worker may forget it."""
+        return self.job.has_ended and not self.job.is_sending
+
+    def begin_step(self, now: float) -> None:
+        """Note the first step that the request is in."""
+        if self.stepped_at is None:
+            self.stepped_at = now
 
     def cancelled(self) -> None:
         """End the call for a router that wants no answer."""
@@ -50,16 +69,66 @@ class WorkerCall(Generic[ReplyT]):
             self.reply.set_exception(error)
 
 
-def prompt_reply(drawn: DrawnToken, *, queue_s: float, prefill_s: float) -> PrefillReply:
-    """Return the reply to a call that computed a prompt. A token that was drawn although none is wanted is dropped."""
-    event, scorer = drawn.event, drawn.job.sequence.scorer
-    if drawn.job.request.max_tokens == 0:
-        event = TokenEvent(event.request_id, event.index, (), "length")
-    return PrefillReply(
-        event,
-        drawn.job.num_cached_tokens,
-        queue_s,
-        prefill_s,
-        scores=None if scorer is None else scorer.scores(),
-        embedding=b"" if scorer is None else scorer.embedding(),
-    )
+@dataclass(eq=False, slots=True)
+class PrefillCall(WorkerCall[PrefillReply]):
+    """A call that ends with the prompt's first token, or with its scores; its ticket is for the KV that goes out."""
+
+    chunk_ends_s: list[float] = field(default_factory=list)
+    outgoing: Outgoing | None = None
+    is_aborted: bool = False  # its transfer has been given up here, on purpose
+
+    def note_chunk(self, now: float) -> None:
+        """Note the end of a step with a chunk of the prompt."""
+        if len(self.chunk_ends_s) < MOST_CHUNKS and self.stepped_at is not None:
+            self.chunk_ends_s.append(now - self.stepped_at)
+
+    def finish(self, drawn: DrawnToken, now: float) -> None:
+        """Return from the call, whose prompt is computed. A token that was drawn although none is wanted is dropped."""
+        stepped_at = now if self.stepped_at is None else self.stepped_at
+        try:
+            event, scorer = drawn.event, drawn.job.sequence.scorer
+            if self.request.max_tokens == 0:
+                event = TokenEvent(event.request_id, event.index, (), "length")
+            reply = PrefillReply(
+                event,
+                drawn.job.num_cached_tokens,
+                queue_s=stepped_at - self.ready_at,
+                prefill_s=now - stepped_at,
+                chunk_ends_s=tuple(self.chunk_ends_s[:-1]),
+                scores=None if scorer is None else scorer.scores(),
+                embedding=b"" if scorer is None else scorer.embedding(),
+            )
+        except Exception as error:
+            self.fail(failed_alone(self.request, error))
+            return
+        self.answer(reply)
+
+    def cancelled(self) -> None:
+        self.fail(CallCancelled("the router cancelled the request"))
+
+
+@dataclass(eq=False, slots=True)
+class DecodeCall(WorkerCall[DecodeReply]):
+    """A call that ends with the answer; its ticket is for the prompt's KV that comes in."""
+
+    transfer_s: float = 0.0
+    incoming: Incoming | None = None
+    computes_prompt: bool = False  # its prompt may be computed here
+    router_wait: asyncio.TimerHandle | None = None  # its transfer has failed; runs until its router must have answered
+
+    def finish(self, reason: FinishReason | None) -> None:
+        """Return from the call, unless its awaiter is gone."""
+        stepped_at = self.ready_at if self.stepped_at is None else self.stepped_at
+        self.answer(
+            DecodeReply(
+                num_output_tokens=self.job.sequence.num_output_tokens,
+                finish_reason=reason,
+                num_cached_tokens=self.job.num_cached_tokens,
+                transfer_s=self.transfer_s,
+                queue_s=max(0.0, stepped_at - self.ready_at),
+                num_preemptions=self.job.num_preemptions,
+            )
+        )
+
+    def cancelled(self) -> None:
+        self.finish(None)

@@ -3,6 +3,9 @@
 A file of its own, so that loading a configuration imports neither an engine nor the step loop.
 """
 
+from typing import Annotated
+
+from annotated_types import Ge, Le, Lt
 from pydantic import Field, NonNegativeFloat
 
 from twostroke.protocol.settings import Count, Interval, Section
@@ -17,6 +20,28 @@ class WorkerConfig(Section):
     """Tokens of one step."""
     max_batch: Count
     """Requests in one step."""
+    tpot_safety: Annotated[float, Ge(0.01), Le(1)] = 0.9
+    """Share of the promised time per token that a step is planned to take at most. Less where streams miss their
+    promise, more to fill batches further."""
+    max_stall_s: Interval | None = None
+    """Longest step, in seconds, with prompts beside streams without a TPOT promise. Lower it for smoother streams,
+    raise it to compute prompts sooner. null, where `stall_factor` is null too: the time of a step with 384 prompt
+    tokens on decode workers and 2048 on prefill workers by the worker's own step costs, within 0.05 s (which GPUs keep
+    to) and 0.25 s or 0.5 s (on CPUs), and never less than 1.75 times the step's time without prompts."""
+    stall_factor: Annotated[float, Ge(1)] | None = None
+    """`max_stall_s` as a multiple of the step's time without prompts. Where both are set, the tighter one counts; null:
+    only `max_stall_s` does."""
+    min_chunk_tokens: Count = 8
+    """Prompt tokens that a step computes beside streams however long it takes, so that prompts always progress."""
+    watermark: Annotated[float, Ge(0), Lt(1)] = 0.01
+    """Share of the blocks that is left free on admission, for running streams to grow into. Raise it where requests
+    are preempted often."""
+    run_ahead: bool = True
+    """Schedule a step while the one before it runs (behind prompts, shortly before their step's expected end), so that
+    the engine never waits for the event loop. Without it, requests that have just arrived join one step sooner."""
+    router_wait_s: Interval = 30.0
+    """Seconds after a failed KV transfer in which its router decides about the request; without a decision the worker
+    computes the prompt then. For a transfer that has not begun it waits as long as the router lives."""
     max_waiting: Count = 1024
     """Requests that wait for their first step; a worker refuses further ones with status 429."""
     queue: QueuePolicy = "edf"

@@ -1,4 +1,4 @@
-"""The parts that a prefill and a decode worker have in common, and how a worker starts, admits, drains and stops.
+"""A worker of either role: it computes prompts, decodes, and sends and receives KV.
 
 A worker composes these parts:
 
@@ -6,28 +6,26 @@ A worker composes these parts:
     StepsUnderWay   the steps that the engine has been given: one that runs, and perhaps the next behind it
     Scheduler       decides each step, with the role's policy
     TokenServer     the routers' connections: tokens and statistics out, cancellations in
+    PromptSender    KV of prompts computed here, for the workers that go on with them
+    PromptReceiver  KV of prompts computed elsewhere
     Pulls           prefixes from other workers' caches
     PrefixExports   prefixes from this worker's cache
     Transfers       the tasks that wait for the ends of KV transfers
 
-A role adds its own call (`prefill`, `decode`), its `step`, and its direction of KV transfer. No Ray and no torch here.
-`cluster/` wraps workers into deployments; tests/simulation runs them on virtual time.
+Routers call `prefill`, `decode` and `score_prompt`. No Ray and no torch here. `cluster/` wraps workers into
+deployments; tests/simulation runs them on virtual time.
 """
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TypeVar
 
-from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
-from twostroke.model.costs.operations import MachineLimits, StepWork
-from twostroke.model.step import Constraint, Engine, OnLayer
-from twostroke.protocol.clock import Clock
+from twostroke.model.step import Constraint
 from twostroke.protocol.errors import (
     EpochMismatch,
     RequestError,
@@ -38,93 +36,83 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
-from twostroke.protocol.network import Network
-from twostroke.protocol.requests import GenerateRequest, LogContext, Peer, ScoringParams, Ticket, check_request
-from twostroke.protocol.stats import GpuUse, Role, WorkerInfo, WorkerStats
-from twostroke.worker.call_log import failed_alone
-from twostroke.worker.calls import WorkerCall
-from twostroke.worker.config import WorkerConfig
-from twostroke.worker.experts.expert_balance import ExpertBalance
-from twostroke.worker.experts.expert_load import ExpertLoad, ReadHits
-from twostroke.worker.link_probe import LinkProbe
-from twostroke.worker.pulls import PrefixExports, Pulls, Transfers
-from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.protocol.requests import (
+    DecodeReply,
+    GenerateRequest,
+    LogContext,
+    Peer,
+    PrefillReply,
+    ScoringParams,
+    Ticket,
+    TokenEvent,
+    check_request,
+)
+from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.worker.call_log import failed_alone, logged
+from twostroke.worker.calls import DecodeCall, PrefillCall
+from twostroke.worker.deps import WorkerDeps
+from twostroke.worker.experts.expert_load import ExpertLoad
+from twostroke.worker.role import WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.preemption import Swapping
-from twostroke.worker.scheduling.scheduler import RolePolicy, Scheduler
-from twostroke.worker.scheduling.step import Admitted, ScheduledStep
+from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
+from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.step import Admitted, DrawnToken, ScheduledStep
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
 from twostroke.worker.token_server import TokenServer
+from twostroke.worker.transfers.link_probe import LinkProbe
+from twostroke.worker.transfers.prompt_receiving import PromptReceiver
+from twostroke.worker.transfers.prompt_sending import PromptSender
+from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.worker_stats import Utilization, WorkerCounters, queued_work, tightest_tpot_s, transfer_fields
 
 ReplyT = TypeVar("ReplyT")
 
 
-@dataclass(frozen=True)
-class WorkerDeps:
-    """The dependencies of a worker of either role. Pool, store and engine belong to it alone while it runs."""
-
-    peer: Peer  # its name
-    engine: Engine
-    store: KVStore
-    pool: BlockPool
-    network: Network
-    sender: SendingSide  # closed by the worker's `stop`, like the receiver
-    receiver: ReceivingSide
-    clock: Clock
-    max_context: int  # tokens; the model's
-    weights: str | None = None  # the storage format of quantised ones
-    expert_share: float = 0.0  # of the model's experts, that a token takes; 0: it has none
-    expert_hits: ReadHits | None = None  # None: they are not counted
-    expert_balance: ExpertBalance | None = None  # None: ranks hold no copies of experts
-    grammars: Grammars | None = None  # the model's; None: requests with a grammar are refused
-    vocab_size: int | None = None  # the model's; None: unknown
-    work: StepWork | None = None  # the model's; None: utilisation is not reported
-    limits: MachineLimits | None = None  # of the machine, for all ranks together
-    gpu_use: Callable[[], GpuUse | None] = lambda: None
-
-
-CallT = TypeVar("CallT", bound=WorkerCall[Any])
-
-
-class Worker(ABC, Generic[CallT]):
+class Worker:
     """Runs one engine's steps. `start` starts the receiver, `stop` closes receiver and sender."""
 
-    role: ClassVar[Role]
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        deps: WorkerDeps,
-        policy: RolePolicy,
-        costs: StepCostFit,
-        swapping: Swapping,
-        *,
-        runs_ahead: bool,
-    ):
-        """`costs` learns from the worker's steps. A worker that `runs_ahead` schedules a step while one runs."""
+    def __init__(self, role: WorkerRole, deps: WorkerDeps, swap_space: HostBlocks | None = None):
+        """`swap_space` is the engine's; None where preempted requests' KV is not kept."""
+        config = role.config
         self._deps = deps
+        self._role = role
         self._config = config
         self._peer = deps.peer
         self._clock = deps.clock
-        self._costs = costs
-        self._runs_ahead = runs_ahead
-        self._calls: dict[str, CallT] = {}  # by request
+        self._costs = StepCostFit(deps.expert_share)
+        self._swap_space = swap_space
+        self._swapping = Swapping(swap_space, role.preemption, deps.pool.block_size)
+        self._calls: dict[str, PrefillCall | DecodeCall] = {}  # by request
         self._compiling: set[asyncio.Task[None]] = set()  # for requests with grammars
         self._counters = WorkerCounters()
         self._logits = LogitHealth()
         self._utilization = Utilization(deps.work, deps.limits, deps.clock)
         self._expert_load = None if deps.expert_hits is None else ExpertLoad(deps.expert_hits, deps.clock)
-        self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, swapping)
+        policy = role.make_policy(config, self._costs.costs, deps.pool)
+        self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, self._swapping)
         self._steps = StepsUnderWay[ScheduledStep](deps.engine, deps.clock)
-        pools = (deps.pool,) if swapping.pool is None else (deps.pool, swapping.pool)
+        pools = (deps.pool,) if self._swapping.pool is None else (deps.pool, self._swapping.pool)
         self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config)
         self._token_server = TokenServer(self, deps.peer, deps.network, config.token_channel, deps.pool, deps.clock)
         self._transfers = Transfers(self._loop)
         self._offers = AwaitedOffers(deps.receiver)
         self._pulls = Pulls(self, deps.receiver, self._offers, self._transfers, self._scheduler, config.pull_wait_s)
         self._exports = PrefixExports(deps.sender, deps.pool, self._transfers)
+        layers = deps.store.layout.layers_of(deps.store.rank)
+        self._sending = PromptSender(
+            deps.sender, self._scheduler, self._transfers, self._token_server, layers, self._forget
+        )
+        self._receiving = PromptReceiver(
+            self,
+            deps.receiver,
+            self._offers,
+            self._scheduler,
+            self._transfers,
+            config.router_wait_s,
+            deps.clock,
+            lambda drawn: self._emit([drawn]),
+        )
         self.probe = LinkProbe(deps.pool, deps.sender, deps.receiver, self._transfers, deps.clock)
 
     async def start(self, host: str) -> WorkerInfo:
@@ -134,7 +122,7 @@ class Worker(ABC, Generic[CallT]):
         token_address = await self._token_server.start(host)
         self._loop.start()
         return WorkerInfo(
-            role=self.role,
+            role=self._role.name,
             peer=self._peer,
             token_address=token_address,
             transfer_addresses=transfer_addresses,
@@ -145,11 +133,13 @@ class Worker(ABC, Generic[CallT]):
             max_batch=self._config.max_batch,
             weights=deps.weights,
             vocab_size=deps.vocab_size,
+            machine=deps.machine,
         )
 
     def stats(self) -> WorkerStats:
         """Return the worker's numbers now."""
         deps, scheduler, balance = self._deps, self._scheduler, self._deps.expert_balance
+        space, host_pool = self._swap_space, self._swapping.pool
         queued = queued_work(scheduler.waiting_work())
         contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in scheduler.decoding]
         self._costs.take_in()  # a router that sends nothing here for its costs would otherwise never see better ones
@@ -157,6 +147,7 @@ class Worker(ABC, Generic[CallT]):
         return WorkerStats(
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
+            num_decoding=scheduler.num_decoding,
             num_waiting_tokens=sum(of_class.tokens for of_class in queued),
             free_blocks=deps.pool.free_blocks,
             total_blocks=deps.pool.num_blocks,
@@ -164,6 +155,10 @@ class Worker(ABC, Generic[CallT]):
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptor.num_preemptions,
+            swaps=self._swapping.num_swaps,
+            swap_bytes=0 if space is None else space.num_bytes,
+            swap_seconds=0.0 if space is None else space.seconds,
+            swapped_blocks=0 if host_pool is None else host_pool.owned_blocks,
             broken_logit_rows=deps.engine.num_broken_rows,
             collection_seconds=collection_seconds(),
             queued=queued,
@@ -210,11 +205,83 @@ class Worker(ABC, Generic[CallT]):
         await self._deps.receiver.close()
         await self._transfers.all_ended()
 
+    # --- calls ---
+
+    async def prefill(
+        self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        """Compute the prompt and return its first token; with a ticket, send its KV on. Cancelling it aborts both.
+
+        With `pull`, another worker was requested to send the KV of the prompt's prefix; what does not arrive in time,
+        or not whole, is computed here. Returns before the KV has been sent on. A transfer that fails later is
+        reported to the router (`KVNotSent`), which decides what happens. Raises RequestError (can't be served),
+        TicketRefused or EpochMismatch (a ticket for another worker), WorkerLost (the worker is ending, its engine
+        died, or the request's router is gone)."""
+        return await logged("prefill", request, self._clock, self._prefill(request, ticket, pull))
+
+    async def score_prompt(self, request: GenerateRequest) -> PrefillReply:
+        """Score or embed a prompt whose KV no other worker needs. Raises what `prefill` does."""
+        return await logged("score", request, self._clock, self._prefill(request, None, None))
+
+    async def decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None) -> DecodeReply:
+        """Continue the request to its end; its tokens go out on its router's token channel. Cancelling it aborts.
+
+        With a ticket the prompt's KV is expected from the worker that computes it; should it not arrive, and without a
+        ticket, the prompt is computed here. With `pull`, which comes only without a ticket, another worker was
+        requested to send the KV of the prompt's prefix; what does not arrive in time, or not whole, is computed here.
+
+        A request that its router cancels returns without a finish reason. Raises RequestError (can't be served),
+        TicketRefused or EpochMismatch (a ticket for another worker), WorkerLost (the worker is ending, its engine died,
+        or there is no token channel to the router any more).
+        """
+        return await logged("decode", request, self._clock, self._decode(request, ticket, pull))
+
+    async def _prefill(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> PrefillReply:
+        self._check_new(request, pull)
+        if ticket is not None:
+            self._check_ticket(request, ticket, ticket.source)
+        now = self._clock()
+        with self._declining(pull):
+            job = self._scheduler.add(request, now=now, is_prefill_only=True, awaits_offer=pull is not None)
+        call = PrefillCall(job, ticket, ready_at=now)
+        self._begin_call(call, pull)
+        return await self._reply_to(call, call.reply)
+
+    async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:
+        if ticket is not None and pull is not None:
+            raise TicketRefused(f"the KV of request {request.request_id} can't come from two workers")
+        self._check_new(request, pull)
+        if not self._token_server.is_connected(request.router_id):
+            raise WorkerLost(f"router {request.router_id} has no token channel to worker {self._peer.worker_id}")
+        if ticket is not None and ticket.request_id != request.request_id:
+            raise TicketRefused(f"the ticket is for request {ticket.request_id}")
+        now = self._clock()
+        with self._declining(pull):
+            job = self._scheduler.add(
+                request, now=now, wants_transfer=ticket is not None, awaits_offer=pull is not None
+            )
+        call = DecodeCall(job, ticket, ready_at=now)
+        self._begin_call(call, pull)
+        if ticket is not None:
+            self._receiving.await_offer(call, ticket)
+        return await self._reply_to(call, call.reply)
+
     # --- a step: called by the step loop ---
 
-    @abstractmethod
     async def step(self) -> bool:
         """Run one step: schedule, begin, wait, learn, post-process. Return False where there is nothing to do."""
+        if not self._steps:
+            await self._begin_step(self._scheduler.schedule())
+        if await self._may_begin_ahead():
+            await self._begin_step(self._scheduler.schedule(self._steps.last))
+        if not self._steps:
+            return False
+        ended = await self._wait_for_step()
+        self._learn(ended)
+        self._note_chunks(ended.step)
+        self._end_failed(ended.step)
+        self._emit(self._scheduler.complete(ended.step, ended.sampled))
+        return True
 
     @property
     def is_busy(self) -> bool:
@@ -228,14 +295,18 @@ class Worker(ABC, Generic[CallT]):
 
     async def _may_begin_ahead(self) -> bool:
         """Wait until it is time to schedule behind the step that runs; return False where that ends before."""
-        return bool(self._steps) and self._runs_ahead and await self._steps.nears_its_end(self._costs.costs())
+        return bool(self._steps) and self._config.run_ahead and await self._steps.nears_its_end(self._costs.costs())
 
-    async def _begin_step(self, step: ScheduledStep, on_layer: OnLayer | None = None) -> None:
+    async def _begin_step(self, step: ScheduledStep) -> None:
         """Begin the transfers of admitted jobs, and hand the step to the engine."""
         self._begin_transfers(step.admitted)
-        if not step.is_empty:
-            batch, copies = [entry.step for entry in step.entries], [swap.copy for swap in step.swaps]
-            await self._steps.begin(step, batch, on_layer, copies)
+        if step.is_empty:
+            return
+        now = self._clock()
+        for entry in step.entries:
+            self._call_of(entry.job).begin_step(now)
+        batch, copies = [entry.step for entry in step.entries], [swap.copy for swap in step.swaps]
+        await self._steps.begin(step, batch, self._sending.layers_of(step), copies)
 
     async def _wait_for_step(self) -> EndedStep[ScheduledStep]:
         """Wait for the step that runs. Where the engine fails, its steps are abandoned and its error is raised."""
@@ -255,6 +326,46 @@ class Worker(ABC, Generic[CallT]):
         is_scored = any((one.job.request.scoring or _NO_SCORES).logprobs is not None for one in ended.step.entries)
         if not ended.step.swaps:  # the time of copies says nothing about other steps
             self._costs.add(ended.content, ended.seconds, is_plain=not is_scored)
+        prompts_s = ended.seconds * ended.content.prompts_part(self._costs.costs())
+        self._swapping.step_ended(ended.content.prompt_tokens, prompts_s)
+
+    def _note_chunks(self, step: ScheduledStep) -> None:
+        now = self._clock()
+        for entry in step.entries:
+            if not entry.job.is_prefill_only:
+                continue
+            self._counters.computed_tokens += len(entry.step.token_ids) == 1  # its content counts that as a row
+            call = self._calls.get(entry.job.request.request_id)
+            if isinstance(call, PrefillCall) and not entry.job.has_ended:
+                call.note_chunk(now)
+
+    def _emit(self, drawn: Sequence[DrawnToken]) -> None:
+        """Send one frame to each router whose requests have new tokens, and answer the calls that are finished."""
+        events: dict[str, list[TokenEvent]] = defaultdict(list)
+        for one in drawn:
+            self._counters.generated_tokens += 1
+            if one.job.is_prefill_only:
+                self._finish_prefill(one)
+                continue
+            events[one.job.request.router_id].append(one.event)
+            if one.finish_reason is not None:
+                call = self._call_of(one.job)
+                self._counters.finished_requests += 1
+                self._forget(call)
+                if isinstance(call, DecodeCall):
+                    call.finish(one.finish_reason)
+        for router_id, of_router in events.items():
+            self._token_server.emit(router_id, of_router)
+
+    def _finish_prefill(self, drawn: DrawnToken) -> None:
+        """Commit the transfer of a prompt that is computed, and answer its call."""
+        call = self._call_of(drawn.job)
+        assert isinstance(call, PrefillCall)
+        if call.outgoing is not None:
+            call.outgoing.commit(drawn.token)
+        self._counters.finished_requests += 1
+        self._forget(call)
+        call.finish(drawn, self._clock())
 
     def _end_failed(self, step: ScheduledStep) -> None:
         """End requests for which the step has failed, or whose grammar did not constrain the token that was drawn.
@@ -274,7 +385,7 @@ class Worker(ABC, Generic[CallT]):
         if broken is not None:
             self._loop.engine_lost(broken)
 
-    # --- a call ---
+    # --- inside a call ---
 
     def _check_new(self, request: GenerateRequest, pull: Ticket | None) -> None:
         """Raises RequestError, TicketRefused, EpochMismatch or WorkerLost for a call that can't be served."""
@@ -304,7 +415,7 @@ class Worker(ABC, Generic[CallT]):
                 self._offers.refuse_offer(pull)
             raise
 
-    def _begin_call(self, call: CallT, pull: Ticket | None = None) -> None:
+    def _begin_call(self, call: PrefillCall | DecodeCall, pull: Ticket | None = None) -> None:
         """Register a new call, compile its grammar, and wait for the offer of its prefix."""
         self._calls[call.request.request_id] = call
         if call.request.grammar and (grammars := self._deps.grammars) is not None:
@@ -316,7 +427,7 @@ class Worker(ABC, Generic[CallT]):
         if pull is not None:
             self._pulls.await_offer(call.job, pull)
 
-    async def _reply_to(self, call: CallT, reply: "asyncio.Future[ReplyT]") -> ReplyT:
+    async def _reply_to(self, call: PrefillCall | DecodeCall, reply: "asyncio.Future[ReplyT]") -> ReplyT:
         """Wait for the reply to a call that has begun. Being cancelled aborts the call."""
         self._loop.wake()
         try:
@@ -328,7 +439,7 @@ class Worker(ABC, Generic[CallT]):
             if call.compiling is not None:
                 call.compiling.cancel()
 
-    async def _compile(self, call: CallT, grammars: Grammars) -> None:
+    async def _compile(self, call: PrefillCall | DecodeCall, grammars: Grammars) -> None:
         """Let a call be admitted once its grammar is ready."""
         job = call.job
         try:
@@ -346,16 +457,16 @@ class Worker(ABC, Generic[CallT]):
         job.awaits_grammar = False
         self.admit_offered()
 
-    def _call_of(self, job: WorkerJob) -> CallT:
+    def _call_of(self, job: WorkerJob) -> PrefillCall | DecodeCall:
         """Return the call of a job that has not ended."""
         return self._calls[job.request.request_id]
 
-    def _fail_alone(self, call: CallT, error: BaseException) -> None:
+    def _fail_alone(self, call: PrefillCall | DecodeCall, error: BaseException) -> None:
         """End one request that can't be computed."""
         refusal = failed_alone(call.request, error)
         self._abort(call, str(refusal), refusal)
 
-    def _abort(self, call: CallT, reason: str, error: TwostrokeError | None = None) -> None:
+    def _abort(self, call: PrefillCall | DecodeCall, reason: str, error: TwostrokeError | None = None) -> None:
         """End a call in whatever phase it is, and give up its transfers, which may outlive it.
 
         `error` is raised to the call's awaiter, where there still is one.
@@ -370,7 +481,7 @@ class Worker(ABC, Generic[CallT]):
         if error is not None:
             call.fail(error)
 
-    def _forget(self, call: CallT) -> None:
+    def _forget(self, call: PrefillCall | DecodeCall) -> None:
         """Forget a call of which a part has ended, if that was its last."""
         if call.is_over:
             self._calls.pop(call.request.request_id, None)
@@ -391,7 +502,10 @@ class Worker(ABC, Generic[CallT]):
                 self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
     def prefill_failed(self, request_id: str) -> None:
-        """Note that the request's prefill worker sends no KV."""
+        """Have a prompt computed here, whose other worker sends no KV."""
+        call = self._calls.get(request_id)
+        if isinstance(call, DecodeCall):  # the router repeats it until it hears of the request
+            self._receiving.compute_prompt(call)
 
     def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> None:
         """Send what the prefix cache holds of these tokens."""
@@ -407,7 +521,11 @@ class Worker(ABC, Generic[CallT]):
         self._token_server.send_stats()
 
     def fail_all(self, reason: str) -> None:
-        """Raise WorkerLost to the caller of every request that has no answer yet."""
+        """Raise WorkerLost to the caller of every request that has no answer yet, and say so on token channels."""
+        for call in self._calls.values():
+            if isinstance(call, DecodeCall):
+                request, index = call.request, call.job.sequence.num_output_tokens
+                self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
         for call in list(self._calls.values()):
             if not call.job.has_ended:
                 self._abort(call, reason, WorkerLost(reason))
@@ -433,17 +551,38 @@ class Worker(ABC, Generic[CallT]):
         for job in admitted.jobs:
             self._begin_transfer(self._call_of(job))
 
-    @abstractmethod
-    def _begin_transfer(self, call: CallT) -> None:
+    def _begin_transfer(self, call: PrefillCall | DecodeCall) -> None:
         """Begin the transfers of a call whose job was just admitted."""
+        job = call.job
+        if isinstance(call, PrefillCall):
+            call.begin_step(self._clock())
+            if job.is_receiving:
+                self._pulls.begin_pull(job)
+            self._sending.begin(call)
+        elif job.is_receiving and call.ticket is not None:
+            self._receiving.begin(call, call.ticket)
+        elif job.is_receiving:
+            call.ready_at = self._clock()
+            self._pulls.begin_pull(job)
 
-    @abstractmethod
     def pulled(self, job: WorkerJob, num_tokens: int) -> None:
         """Account for a pulled prefix, of which `num_tokens` tokens were not here; their KV is in the job's blocks."""
+        self._counters.pulled_tokens += num_tokens
+        call = self._call_of(job)
+        if isinstance(call, PrefillCall):
+            self._sending.pulled(job)
+        else:
+            call.transfer_s = self._clock() - call.ready_at
+            call.ready_at += call.transfer_s
 
-    @abstractmethod
-    def _give_up_transfers(self, call: CallT, reason: str) -> None:
+    def _give_up_transfers(self, call: PrefillCall | DecodeCall, reason: str) -> None:
         """Give up the KV transfer of a call, pulls aside. Its blocks may be in use a little longer."""
+        if isinstance(call, DecodeCall):
+            self._receiving.give_up(call, reason)
+        else:
+            call.is_aborted = True
+            if call.outgoing is not None:
+                call.outgoing.abort(reason)
 
 
 _NO_SCORES = ScoringParams()

@@ -22,11 +22,11 @@ from twostroke.cluster.config.sections import ModelSection, TransportChoice, Wor
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.worker_parts import load_parts
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.decode_worker.policy import decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.prefill_worker.policy import prefill_role
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.errors import TwostrokeError, WorkerLost
 from twostroke.protocol.garbage import freeze_start_up
@@ -47,6 +47,7 @@ from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.observe.stages import SequenceStages
+from twostroke.worker.worker import Worker
 
 HOST = "127.0.0.1"
 SECRET = "a secret of these processes alone"
@@ -140,11 +141,9 @@ class HostedWorker(Hosted):
         return self._info
 
     def prefill(self, request: GenerateRequest, ticket: Ticket | None) -> PrefillReply:
-        assert isinstance(self._worker, PrefillWorker)  # as the caller's settings say
         return self._run(self._worker.prefill(request, ticket))
 
     def decode(self, request: GenerateRequest, ticket: Ticket | None) -> DecodeReply:
-        assert isinstance(self._worker, DecodeWorker)  # as the caller's settings say
         return self._run(self._worker.decode(request, ticket))
 
     def notes(self) -> Notes:
@@ -181,7 +180,8 @@ class HostedWorker(Hosted):
         )
         self._engine = NotingEngine(self._parts.deps.engine)
         deps = replace(self._parts.deps, engine=self._engine)
-        self._worker = PrefillWorker(config, deps) if isinstance(config, PrefillConfig) else DecodeWorker(config, deps)
+        role = prefill_role(config) if isinstance(config, PrefillConfig) else decode_role(config)
+        self._worker = Worker(role, deps)
         self._info = await self._worker.start(HOST)
         freeze_start_up()
 
@@ -247,7 +247,7 @@ class ProcessFleet:
             network=TcpNetwork(secret),
             router=router,
             clock=time.monotonic,
-            config=PipelineConfig(pulls=False, decodes_alone=len(settings) == 1),
+            config=PipelineConfig(pulls=False, roles="fixed", decodes_alone=len(settings) == 1),
         )
         self._channels = knowledge.channels
         self._pipeline = Pipeline(fleet=self, knowledge=knowledge, secret=secret)

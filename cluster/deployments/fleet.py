@@ -129,10 +129,9 @@ class ServeFleet:
         self._loop = asyncio.get_running_loop()
         self._grace_s = grace_s
         self._calls: dict[Peer, set[asyncio.Future[WorkerLost]]] = {}
-        # Touching a method initialises the handle: from now on Serve tells it of the replicas.
-        self._prefill = prefill.prefill if prefill is not None else None
-        self._decode = decode.decode
         handles = [decode] if prefill is None else [prefill, decode]
+        for handle in handles:
+            _ = handle.decode  # a method's look-up initialises the handle: from now on Serve tells it of the replicas
         self._handles = [(handle, directory_of(handle.deployment_name)) for handle in handles]
         for _, directory in self._handles:
             directory.watch(self._on_departed)
@@ -148,9 +147,8 @@ class ServeFleet:
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
-        if self._prefill is None:
-            raise WorkerLost("there are no prefill workers in this application")
-        reply: PrefillReply = await self._call(self._prefill, self._handles[0][1], worker, request, ticket, pull)
+        handle, directory = self._home(worker)
+        reply: PrefillReply = await self._call(handle.prefill, directory, worker, request, ticket, pull)
         return reply
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
@@ -161,7 +159,8 @@ class ServeFleet:
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
-        reply: DecodeReply = await self._call(self._decode, self._handles[-1][1], worker, request, ticket, pull)
+        handle, directory = self._home(worker)
+        reply: DecodeReply = await self._call(handle.decode, directory, worker, request, ticket, pull)
         return reply
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:

@@ -1,4 +1,4 @@
-"""The two kinds of worker as Serve deployments: one replica is one worker with one engine.
+"""Workers as Serve deployments, one for each role: one replica is one worker with one engine.
 
 Serve starts, watches and calls them; tokens and KV go their own ways. All heavy imports are inside the constructors,
 since the process that deploys and the router's process load this module too.
@@ -7,7 +7,7 @@ since the process that deploys and the router's process load this module too.
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
@@ -29,8 +29,8 @@ from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, Pref
 from twostroke.protocol.stats import Role
 
 if TYPE_CHECKING:
-    from twostroke.decode_worker.worker import DecodeWorker
-    from twostroke.prefill_worker.worker import PrefillWorker
+    from twostroke.worker.role import WorkerRole
+    from twostroke.worker.worker import Worker
 
 
 _log = logging.getLogger(__name__)
@@ -42,14 +42,13 @@ DRAIN_S = 6.0
 """Seconds of that for transfers whose calls have returned."""
 
 
-WorkerT = TypeVar("WorkerT", bound="PrefillWorker | DecodeWorker")
+class _WorkerReplica:
+    """A worker under Serve. A constructor that raises leaves `_worker` unset, and Serve starts the replica again.
 
+    The first argument of each call names the incarnation that the router means; another one raises EpochMismatch.
+    """
 
-class _WorkerReplica(Generic[WorkerT]):
-    """Common part of both kinds of replicas. A constructor that raises leaves `_worker` unset, and Serve starts the
-    replica again."""
-
-    _worker: WorkerT | None = None
+    _worker: "Worker | None" = None
     _role: Role
 
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
@@ -64,11 +63,29 @@ class _WorkerReplica(Generic[WorkerT]):
     def _make_network(self, secret: bytes) -> Network:
         return TcpNetwork(secret)
 
-    async def _start(self, worker: WorkerT) -> None:
-        self._worker = worker
+    async def _start(self, role: "WorkerRole") -> None:
+        from twostroke.worker.worker import Worker
+
+        worker = self._worker = Worker(role, self._parts.deps, self._parts.rank.loaded.swap_space)
         self._info = await worker.start(ray.util.get_node_ip_address())
         self._parts.watch(worker.engine_lost)
         freeze_start_up()
+
+    async def prefill(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> PrefillReply:
+        """Run Worker.prefill."""
+        return await self._meant(worker).prefill(request, ticket, pull)
+
+    async def decode(
+        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
+    ) -> DecodeReply:
+        """Run Worker.decode."""
+        return await self._meant(worker).decode(request, ticket, pull)
+
+    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
+        """Run Worker.score_prompt."""
+        return await self._meant(worker).score_prompt(request)
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         """Run LinkProbe.source."""
@@ -78,7 +95,7 @@ class _WorkerReplica(Generic[WorkerT]):
         """Run LinkProbe.target."""
         await self._meant(worker).probe.target(tickets, num_tokens)
 
-    def _meant(self, worker: Peer) -> WorkerT:
+    def _meant(self, worker: Peer) -> "Worker":
         """The worker, which the router means. Raises EpochMismatch where that is somebody else."""
         if worker != self._peer:
             raise EpochMismatch(f"the call is for worker {worker.worker_id}, not for {self._peer.worker_id}")
@@ -101,53 +118,34 @@ class _WorkerReplica(Generic[WorkerT]):
             await drain_and_stop(self._worker, DRAIN_S)
             await self._parts.close()
 
-    async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        """Score a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
-        another."""
-        return await self._meant(worker).score_prompt(request)
 
-
-class PrefillReplica(_WorkerReplica["PrefillWorker"]):
+class PrefillReplica(_WorkerReplica):
     """A prefill worker under Serve."""
 
     _role = "prefill"
 
     async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
-        from twostroke.prefill_worker.worker import PrefillWorker
+        from twostroke.prefill_worker.policy import prefill_role
 
-        parts = await self._load(settings, secret)
-        await self._start(PrefillWorker(config, parts.deps))
-
-    async def prefill(
-        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
-    ) -> PrefillReply:
-        """Compute a prompt. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
-        another."""
-        return await self._meant(worker).prefill(request, ticket, pull)
+        await self._load(settings, secret)
+        await self._start(prefill_role(config))
 
 
-class DecodeReplica(_WorkerReplica["DecodeWorker"]):
+class DecodeReplica(_WorkerReplica):
     """A decode worker under Serve."""
 
     _role = "decode"
 
     async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
         """Returns once the worker can take requests."""
-        from twostroke.decode_worker.worker import DecodeWorker
+        from twostroke.decode_worker.policy import decode_role
 
-        parts = await self._load(settings, secret)
-        await self._start(DecodeWorker(config, parts.deps, parts.rank.loaded.swap_space))
-
-    async def decode(
-        self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
-    ) -> DecodeReply:
-        """Generate an answer. `worker` names the incarnation that the router means. Raises EpochMismatch where this is
-        another."""
-        return await self._meant(worker).decode(request, ticket, pull)
+        await self._load(settings, secret)
+        await self._start(decode_role(config))
 
 
-async def drain_and_stop(worker: "PrefillWorker | DecodeWorker", drain_s: float) -> None:
+async def drain_and_stop(worker: "Worker", drain_s: float) -> None:
     """End a worker: at once when nothing is under way any more, and after `drain_s` whatever is."""
     try:
         async with asyncio.timeout(drain_s):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from twostroke.model.load import LoadedEngine
     from twostroke.model.step import Engine
     from twostroke.protocol.grammars import Vocabulary
+    from twostroke.worker.deps import WorkerDeps
     from twostroke.worker.experts.expert_balance import ExpertBalance
-    from twostroke.worker.worker import WorkerDeps
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ async def load_parts(
     from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.model.cuda.gpu_use import watch_gpu
     from twostroke.protocol.grammars import Grammars
+    from twostroke.worker.deps import WorkerDeps
     from twostroke.worker.scheduling.block_pool import BlockPool
-    from twostroke.worker.worker import WorkerDeps
 
     balance: ExpertBalance | None = None
     stages_hits: StagesHits | None = None
@@ -95,7 +95,8 @@ async def load_parts(
             vocab_size=rank.loaded.model_config.vocab_size,
             work=rank.loaded.work(),
             limits=rank.loaded.limits.times(settings.parallel.num_ranks),
-            gpu_use=watch_gpu(rank.loaded.kv_cache.tensors[0].device),
+            gpu_use=watch_gpu(device := rank.loaded.kv_cache.tensors[0].device),
+            machine=host if device.type == "cpu" else "",
         )
 
     if settings.parallel.num_ranks == 1:

@@ -74,6 +74,10 @@ class Attempt:
         self._ticket = None if path.prefill is None else self._mint(path.prefill, path.decode)
         self._stream = deps.channels.subscribe(self._decode, request.request_id, max_tokens=request.max_tokens)
 
+    def end(self, error: TwostrokeError) -> None:
+        """Have `events` raise `error` once the reader has what has come already."""
+        self._stream.fail(error)
+
     async def events(self, time_left_s: float) -> AsyncGenerator[TokenEvent, None]:
         """Call both workers at once and yield what follows the tokens sent. Raises WorkerLost or RequestError.
 

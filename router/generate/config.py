@@ -11,6 +11,9 @@ from twostroke.router.routing.chooser import PathConfig
 class PipelineConfig(PathConfig):
     """Timeouts and retries, in seconds, beside the choice of workers."""
 
+    moves: bool = True
+    """Running streams go on at another worker with room where theirs drains, where its blocks run out, and where it is
+    a prefill worker that gets prompts (docs/design/routing.md#streams-that-move)."""
     request_timeout_s: PositiveFloat = 600.0
     """A request that takes longer, from its arrival to its last token, fails with status 504, and its workers are
     told."""

@@ -5,7 +5,7 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 
 import msgspec
 
@@ -19,6 +19,7 @@ from twostroke.router.channels.token_channels import ChannelListener, TokenChann
 from twostroke.router.fleet import Fleet, NoPath, Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.moves import RunningStream, StreamMoved, StreamMoves
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.generate.score import ScoreAttempt
 from twostroke.router.health.worker_records import WorkerRecords
@@ -124,6 +125,9 @@ class Pipeline:
             config=config,
         )
         self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
+        self._moves = StreamMoves(
+            fleet, self._chooser, channels, secret, clock, draw_id, is_flexible=config.roles == "flexible"
+        )
 
     @property
     def in_flight(self) -> int:
@@ -151,9 +155,12 @@ class Pipeline:
         sent: list[int] = []
         failed: set[Peer] = set()
         last = self._clock()
+        num_moves = 0
+        target: Path | None = None  # the path to which it was just moved
         while True:
             async with self._until(deadline):
-                path, hold = await self._find(request, sent, failed, stages)
+                path, hold = await self._find(request, sent, failed, stages, target)
+            target = None
             if stages.attempts == 0:
                 self._let_in(request, path, hold, stages)
             # The hold first: the next request must see its room at once.
@@ -164,19 +171,25 @@ class Pipeline:
                 log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
                     await self._records.await_exclusive_try(suspect, path)
-                async with aclosing(self._attempt(log, stages, failed, deadline)) as events:
-                    is_first = True
-                    async for event in events:
-                        now = self._clock()
-                        if is_first and stages.attempts > 1:
-                            _log_resumption(stages, len(sent), now - last)
-                        is_first, last = False, now
-                        sent.extend(token.token_id for token in event.tokens)
-                        stages.num_output_tokens += len(event.tokens)
-                        if event.finish_reason is not None:
-                            stages.finish = now
-                        yield event
+                attempt = self._attempt(log, stages, failed)
+                events = attempt.events(deadline - self._clock())
+                with self._movable(attempt, log, stages, num_moves):
+                    async with aclosing(events):
+                        is_first = True
+                        async for event in events:
+                            now = self._clock()
+                            if is_first and stages.attempts > 1:
+                                _log_resumption(stages, len(sent), now - last)
+                            is_first, last = False, now
+                            sent.extend(token.token_id for token in event.tokens)
+                            stages.num_output_tokens += len(event.tokens)
+                            if event.finish_reason is not None:
+                                stages.finish = now
+                            yield event
                 return
+            except StreamMoved as error:
+                target, num_moves = error.path, num_moves + 1
+                continue
             except (WorkerLost, RequestError) as error:
                 failure = error
                 decode = path.decode.peer
@@ -204,25 +217,40 @@ class Pipeline:
             await self._records.suspects.judge(suspect)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
-    def _attempt(
-        self, log: AttemptLog, stages: SequenceStages, failed: set[Peer], deadline: float
-    ) -> AsyncGenerator[TokenEvent, None]:
-        """Call the path's workers with the request as it is now, under an id of its own. Raises WorkerLost."""
+    def _attempt(self, log: AttemptLog, stages: SequenceStages, failed: set[Peer]) -> Attempt | ScoreAttempt:
+        """Return an attempt at the request as it is now, under an id of its own. Raises WorkerLost."""
         request = self._next_try(log.attempt.request, log.attempt.sent, stages)
         _log.debug("an attempt begins", extra=about(request.log_context))
-        time_left_s = deadline - self._clock()
         if request.scoring is not None:
-            return ScoreAttempt(self._deps, log, request).events(time_left_s)
-        return Attempt(self._deps, log, request, failed).events(time_left_s)
+            return ScoreAttempt(self._deps, log, request)
+        return Attempt(self._deps, log, request, failed)
+
+    def _movable(
+        self, attempt: Attempt | ScoreAttempt, log: AttemptLog, stages: SequenceStages, num_moves: int
+    ) -> AbstractContextManager[None]:
+        """Let the attempt's stream move to another worker for as long as the context lasts."""
+        if not self._config.moves or isinstance(attempt, ScoreAttempt):
+            return nullcontext()
+        context = log.attempt
+        request = msgspec.structs.replace(context.request, log_context=stages.log_context)
+        stream = RunningStream(request, context.sent, context.path.decode, attempt.end, self._clock(), num_moves)
+        return self._moves.running(stream)
 
     async def _find(
-        self, request: GenerateRequest, sent: Sequence[int], failed: Collection[Peer], stages: SequenceStages
+        self,
+        request: GenerateRequest,
+        sent: Sequence[int],
+        failed: Collection[Peer],
+        stages: SequenceStages,
+        target: Path | None,
     ) -> tuple[Path, Hold]:
         """The path of the attempt after the outputs `sent`, its decode worker reachable, and the hold on its workers.
 
-        `failed` are workers that failed the request: one that lost a worker waits for another, a new one is refused at
-        once. Raises NoPath.
+        It is `target`, where the stream was moved. `failed` are workers that failed the request: one that lost a worker
+        waits for another, a new one is refused at once. Raises NoPath.
         """
+        if target is not None and self._channels.is_connected(target.decode.peer):
+            return target, self._chooser.hold(target, request, sent)
         ejected = self._records.ejected()
         path, hold = await self._reachable(request, sent, failed, ejected, stages)
         unreachable = self._records.unreachable_prefill_for(path.decode.peer)

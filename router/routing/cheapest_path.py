@@ -13,12 +13,18 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.requests import Peer, Promise
+from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.fleet import NoPath, Path, PathEstimate
 from twostroke.router.routing.workers import AVAILABLE, DRAINING, EJECTED, UNWELCOME, Classes, KnownWorker
 
 HOP_S = 0.002
 """Seconds of any transfer, however short: offer, grant, commit and its answer."""
+
+LEAST_PROMPT_SHARE, MOST_PROMPT_SHARE = 0.05, 0.95
+"""Bounds of the share of a prefill worker's time that prompts are expected to take while an answer is written there.
+The first makes a pair the choice where it costs little: its stream waits for no prompt."""
 
 _EQUAL = 0.05
 """Costs within this part of the least count as equal, and load decides: fitted costs are no better than that."""
@@ -40,6 +46,7 @@ class PathQuery(NamedTuple):
     promise: Promise
     classes: Classes
     min_pull_tokens: int | None  # what a pull must spare; None: nothing is pulled
+    most_tokens: int = 0  # of the prompt and the longest answer
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
@@ -80,13 +87,15 @@ def cheapest_path(
     *,
     left_out: LeftOut = NOBODY,
     decodes_alone: bool = True,
+    prefill_decodes: bool = False,
     rotation: int = 0,
 ) -> Path:
-    """The pair of workers, or the decode worker alone, that is through with the request first; with its estimate.
+    """The pair of workers, or the worker alone, that is through with the request first; with its estimate.
 
     Prefill workers that are `left_out` are never taken, decode workers only for want of others, draining ones never.
-    Where not `decodes_alone`, a decode worker computes a prompt only where there is no pair. Of equals, each `rotation`
-    takes another. Raises NoPath where no decode worker is left.
+    Where not `decodes_alone`, a decode worker computes a prompt only where there is no pair; where `prefill_decodes`, a
+    prefill worker may write the answer. Of equals, each `rotation` takes another. Raises NoPath where no decode worker
+    is left.
     """
     source = None
     if query.min_pull_tokens is not None:
@@ -107,7 +116,43 @@ def cheapest_path(
         )
         if best is None or quickest.total_s < best.total_s:
             best = quickest
+    if prefill_decodes:
+        guests = [_as_guest(one, decode, query) for one in prefill_costs if _has_room_for_guest(one.worker, query)]
+        if guests:
+            quickest = _pick(guests, lambda one: one.total_s, lambda one: (one.decode.worker.requests,), rotation)
+            if quickest.total_s < best.total_s:
+                best = quickest
     return _path(best, source)
+
+
+def _has_room_for_guest(worker: KnownWorker, query: PathQuery) -> bool:
+    """Return True where a worker can write the answer, however long it becomes.
+
+    On a prefill worker, where times between tokens are promised, only an idle one can: its streams wait for whole steps
+    of prompts.
+    """
+    info = worker.info
+    tokens = info.num_blocks * info.layout.groups.tokens_a_block(info.layout.block_size, query.most_tokens)
+    if info.max_context < query.most_tokens or tokens < query.most_tokens:
+        return False
+    if worker.info.role == "decode":
+        return True
+    return query.promise.tpot_s is None or (worker.requests == 0 and worker.prompt_share < LEAST_PROMPT_SHARE)
+
+
+def _as_guest(prefill: PrefillCost, decode: Sequence[KnownWorker], query: PathQuery) -> _PathCost:
+    """Return the cost of a prefill worker alone, which writes the answer beside prompts that are yet to come.
+
+    Its streams have the time that prompts leave. On a CPU its steps take memory bandwidth and cores from the decode
+    workers of the same machine, whose streams wait for them.
+    """
+    worker, then = prefill.worker, decode_cost(prefill.worker, query)
+    left = 1.0 - min(max(worker.prompt_share, LEAST_PROMPT_SHARE), MOST_PROMPT_SHARE)
+    beside = 0.0
+    if machine := worker.info.machine:
+        beside = sum(one.decoding for one in decode if one.info.machine == machine)
+    after_s = then.slot_s + (then.total_s - then.slot_s) * (1.0 + beside) / left
+    return _PathCost(after_s, prefill, then, 0.0)
 
 
 def prefill_cost(worker: KnownWorker, query: PathQuery, source: KnownWorker | None) -> PrefillCost:
@@ -146,9 +191,29 @@ def cheapest_prefill(
         rotation,
     )
     if not best.worker.token_s:
-        return Path(None, best.worker.info)
+        return Path(None, best.worker.info, is_scoring=True)
     estimate = PathEstimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0)
-    return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens)
+    return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens, is_scoring=True)
+
+
+def cheapest_target(workers: Iterable[KnownWorker], query: PathQuery, source: WorkerInfo) -> KnownWorker:
+    """Return the worker that goes on quickest with a sequence whose KV comes from `source`.
+
+    Raises NoPath where none has room now. Before workers have reported their costs it is the one with least to do.
+    """
+    costs = [
+        decode_cost(one, query)
+        for one in workers
+        if one.tier == AVAILABLE
+        and one.info.transfer_addresses
+        and one.free_tokens > query.num_tokens
+        and _has_room_for_guest(one, query)
+        and incompatibility(source.layout, one.info.layout) is None
+    ]
+    costs = [one for one in costs if one.slot_s == 0]
+    if not costs:
+        raise NoPath("no other worker has room for the stream")
+    return min(costs, key=lambda one: (one.total_s, one.worker.requests)).worker
 
 
 def decode_cost(worker: KnownWorker, query: PathQuery) -> DecodeCost:

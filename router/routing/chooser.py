@@ -16,6 +16,7 @@ from twostroke.router.routing.cheapest_path import (
     PathQuery,
     cheapest_path,
     cheapest_prefill,
+    cheapest_target,
     leave_out,
     path_by_load,
     with_source,
@@ -24,6 +25,7 @@ from twostroke.router.routing.in_flight import Hold, Place
 from twostroke.router.routing.workers import AVAILABLE, FleetView, KnownWorker
 
 Policy = Literal["kv_aware", "least_loaded", "round_robin"]
+Roles = Literal["flexible", "fixed"]
 
 
 class PathConfig(Section):
@@ -35,6 +37,9 @@ class PathConfig(Section):
     decodes_alone: bool = True
     """A decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill workers.
     With false decode workers compute prompts only for want of a prefill worker."""
+    roles: Roles = "flexible"
+    """With `flexible` roles a prefill worker writes an answer itself where that is predicted to be quicker: where it is
+    idle and the KV has a long way, or where decode workers have no room. With `fixed` ones it only computes prompts."""
     pulls: bool = True
     """Prefixes are pulled from the worker that holds them, where another one is to compute the prompt."""
     pull_min_tokens: Count = 128
@@ -117,7 +122,13 @@ class PathChooser:
                 return path
             return with_source(path, self._view.workers, query.num_tokens, query.min_pull_tokens, left_out)
         best = cheapest_path(
-            prefill, decode, query, left_out=left_out, decodes_alone=self._config.decodes_alone, rotation=self._rotation
+            prefill,
+            decode,
+            query,
+            left_out=left_out,
+            decodes_alone=self._config.decodes_alone,
+            prefill_decodes=self._config.roles == "flexible",
+            rotation=self._rotation,
         )
         if failed or ejected:
             return best  # requests in trouble try nothing out
@@ -140,6 +151,26 @@ class PathChooser:
             return False
         return 2 * _first_token_s(pair.estimate) < _first_token_s(alone.estimate)
 
+    def find(self, worker: Peer) -> KnownWorker | None:
+        """Return what is known of a worker now; None where it has left the fleet."""
+        self._follow()
+        self._view.refresh()
+        return self._view.find(worker)
+
+    def choose_target(
+        self, request: GenerateRequest, sent: Sequence[int], source: WorkerInfo, *, to_prefill: bool
+    ) -> Path:
+        """Return the path of a running sequence that leaves `source`: the other worker with room that is quickest.
+
+        It is a decode worker or, with `to_prefill`, perhaps a prefill worker. Raises NoPath where none has room now.
+        """
+        self._follow()
+        self._view.refresh()
+        workers = [*self._view.of_role["decode"], *(self._view.of_role["prefill"] if to_prefill else ())]
+        query = self._query(request, sent)
+        target = cheapest_target([one for one in workers if one.info.peer != source.peer], query, source)
+        return Path(None, target.info, new_tokens=target.info.layout.block_size)
+
     def hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
         """Count the attempt in at its workers."""
         sent = tuple(sent)  # it grows
@@ -148,7 +179,7 @@ class PathChooser:
         class_name = request.promise.class_name
         places = [Place(path.decode.peer, 0 if path.prefill else new_tokens, num_tokens, class_name)]
         if path.prefill is not None:
-            places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name))
+            places.append(Place(path.prefill.peer, new_tokens, num_tokens, class_name, is_prefill_only=True))
             self._cost_probes.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
         self._expect(path.prompt_worker, request, sent)
@@ -176,6 +207,7 @@ class PathChooser:
             promise=request.promise,
             classes=self._view.classes,
             min_pull_tokens=self._min_pull_tokens,
+            most_tokens=request.num_prompt_tokens + request.max_tokens,
         )
 
     def _follow(self) -> None:

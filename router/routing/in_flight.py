@@ -6,7 +6,7 @@ counting work twice.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -32,6 +32,7 @@ class Place(msgspec.Struct, frozen=True, eq=False):
     prompt_tokens: int  # to be computed there
     context_tokens: int  # of KV that it will hold there
     class_name: str = "standard"
+    is_prefill_only: bool = False  # another worker writes the answer
 
 
 @dataclass(slots=True)
@@ -40,12 +41,17 @@ class WorkSum:
 
     requests: int = 0
     context_tokens: int = 0
+    decoding: int = 0  # requests whose answers are written there
+    decoding_tokens: int = 0  # of KV, theirs
     prompt_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # by class
 
     def add(self, place: Place, sign: int) -> None:
         """Count `place` in (1) or out (-1)."""
         self.requests += sign
         self.context_tokens += sign * place.context_tokens
+        if not place.is_prefill_only:
+            self.decoding += sign
+            self.decoding_tokens += sign * place.context_tokens
         self.prompt_tokens[place.class_name] += sign * place.prompt_tokens
 
 
@@ -71,9 +77,14 @@ class WorkerLoad:
         """Requests there now, where the worker told of so many."""
         return self.joined(by_worker, self.now.requests, self.reported.requests, self.since.requests)
 
-    def context_tokens(self, by_worker: float) -> float:
+    def decoding(self, by_worker: float) -> float:
+        """Requests whose answers are written there."""
+        return self.joined(by_worker, self.now.decoding, self.reported.decoding, self.since.decoding)
+
+    def decoding_tokens(self, by_worker: float) -> float:
         """Their tokens of KV."""
-        return self.joined(by_worker, self.now.context_tokens, self.reported.context_tokens, self.since.context_tokens)
+        now, reported, since = self.now, self.reported, self.since
+        return self.joined(by_worker, now.decoding_tokens, reported.decoding_tokens, since.decoding_tokens)
 
     def prompt_tokens(self, class_name: str, by_worker: float) -> float:
         """Prompt tokens of a class that are still to be computed."""
@@ -155,7 +166,7 @@ class InFlight:
         now = self._clock()
         load.fresh = {place: at for place, at in load.fresh.items() if now - at < _DELIVERY_S}
         load.since = WorkSum()
-        load.reported = WorkSum(load.now.requests, load.now.context_tokens, load.now.prompt_tokens.copy())
+        load.reported = replace(load.now, prompt_tokens=load.now.prompt_tokens.copy())
         for place in load.fresh:
             load.since.add(place, 1)
             load.reported.add(place, -1)
@@ -185,7 +196,7 @@ class InFlight:
 
     def _compute(self, place: Place) -> Place:
         load = self._loads[place.worker]
-        computed = Place(place.worker, 0, place.context_tokens, place.class_name)
+        computed = msgspec.structs.replace(place, prompt_tokens=0)
         load.now.prompt_tokens[place.class_name] -= place.prompt_tokens
         if (at := load.fresh.pop(place, None)) is not None:
             load.fresh[computed] = at

@@ -4,6 +4,7 @@ What a decision needs of a worker and does not depend on the request is computed
 anew before a decision only where this router has sent something there, or taken something back, since.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,8 @@ class KnownWorker:
     cached_tokens: int = 0  # tokens of the beginning of the prompt that a path is chosen for
     # What it has to do, and room for.
     requests: float = 0.0
+    decoding: float = 0.0  # of these, the ones whose answers are written there
+    prompt_share: float = 0.0  # of its time, that prompts have taken lately
     queued: dict[str, float] = field(default_factory=dict)  # prompt tokens to be computed, by class
     free_tokens: float = 0.0  # of KV that find room now
     # What its steps cost, as in StepCosts.
@@ -44,7 +47,7 @@ class KnownWorker:
     # What computing a prompt takes.
     step_s: float = 0.0  # of a step beside it: with the requests that decode there, and all weights read
     chunk_tokens: float = 1.0  # of a prompt, in one step beside them
-    stalled: float = 0.0  # requests that wait for each chunk: those that decode, and who comes next; at P none
+    stalled: float = 0.0  # requests that wait for each chunk: those that decode, and at D who comes next
     queue_token_s: float = 0.0  # a queued prompt token's time
     # What KV takes on its way there.
     token_transfer_s: float = 0.0  # of a token's, all layers
@@ -70,15 +73,21 @@ class KnownWorker:
         *,
         tier: int,
         bytes_per_s: float,
+        prompt_share: float = 0.0,
     ) -> None:
         """Take in what is known of the worker now. Without `costs` it can be chosen by load alone."""
         info = self.info
         if stats is None:
             stats = WorkerStats(free_blocks=info.num_blocks, total_blocks=info.num_blocks)
         self.tier = DRAINING if stats.is_draining else tier
+        self.prompt_share = prompt_share
         self.requests = load.requests(stats.num_running + stats.num_waiting)
-        contexts = load.context_tokens(stats.context_tokens) if info.role == "decode" else 0.0
-        usual_tokens = contexts / self.requests if contexts and self.requests else TYPICAL_TOKENS
+        num_decoding = stats.num_decoding
+        if num_decoding is None:
+            num_decoding = stats.num_running + stats.num_waiting if info.role == "decode" else 0
+        self.decoding = decoding = load.decoding(num_decoding)
+        context_tokens = load.decoding_tokens(stats.context_tokens) if decoding else 0.0
+        usual_tokens = context_tokens / decoding if context_tokens else TYPICAL_TOKENS
         layout, groups = info.layout, info.layout.groups
         block_tokens = groups.tokens_a_block(layout.block_size, usual_tokens)
         self.free_tokens = stats.free_blocks * block_tokens - load.since.context_tokens
@@ -86,16 +95,13 @@ class KnownWorker:
         if costs is None:
             return
 
-        decoding = context_tokens = 0.0
-        if info.role == "decode":
-            decoding, context_tokens = self.requests, contexts
         self.token_s, self.pair_s, self.context_s = costs.token_s, costs.pair_s, costs.context_s
         self.tightest_tpot_s = _NO_LIMIT_S if stats.tightest_tpot_s is None else stats.tightest_tpot_s
         rows_s = decoding * costs.row_s + context_tokens * costs.context_s
         self.step_s = step_s = costs.weights_s + rows_s
         room = (self.tightest_tpot_s - step_s) / costs.token_s if costs.token_s > 0 else info.max_step_tokens
         self.chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - decoding, room))
-        self.stalled = decoding + 1 if info.role == "decode" else 0.0
+        self.stalled = decoding + 1 if info.role == "decode" else decoding
         self.queue_token_s = costs.token_s + step_s / self.chunk_tokens + costs.pair_s * half_prompt
 
         token_bytes = layout.block_bytes * layout.tp_size * layout.num_layers / layout.block_size
@@ -103,13 +109,13 @@ class KnownWorker:
         self.token_transfer_s = token_bytes / bytes_per_s
         self.layer_transfer_s = self.token_transfer_s / layout.num_layers
 
-        request_tokens = max(context_tokens, 1.0) / max(self.requests, 1.0)
+        request_tokens = max(context_tokens, 1.0) / max(decoding, 1.0)
         one_s = costs.row_s + costs.reading_s(decoding + 1) - costs.reading_s(decoding)  # the next, its context aside
         self.next_step_s = costs.reading_s(decoding) + rows_s + one_s
         self.requests_over = self.requests + 1 - info.max_batch
         self.requests_per_token = 1 / request_tokens
         self.requests_per_s = 1 / max(one_s + costs.context_s * request_tokens, 1e-9)
-        self.end_s = (costs.reading_s(decoding) + rows_s) / max(self.requests, 1.0)
+        self.end_s = (costs.reading_s(decoding) + rows_s) / max(decoding, 1.0)
 
     def queue_s(self, promise: Promise, classes: "Classes") -> float:
         """Return how long a new prompt with this promise waits for those that go first.
@@ -162,6 +168,7 @@ class FleetView:
         self._down: set[Peer] = set()  # workers whose channel is broken
         self.in_flight = InFlight(clock, self._mark)
         self.rates = LinkRates()
+        self.prompt_shares = PromptShares(clock)
         self.classes: Classes = {}
         self.of_role: dict[Role, list[KnownWorker]] = {role: [] for role in ROLES}
         self.workers: list[KnownWorker] = []
@@ -187,6 +194,7 @@ class FleetView:
         self._known = {worker.info.peer: worker for worker in self.workers}
         self.in_flight.keep(self._known.keys())
         self.rates.keep(self._known.keys())
+        self.prompt_shares.keep(self._known.keys())
         self._down &= self._known.keys()
         self._changed = set(self._known)
         self._find_typical()
@@ -197,6 +205,7 @@ class FleetView:
         self._stats[peer] = stats
         self.in_flight.on_stats(peer)
         self.rates.on_stats(peer, stats)
+        self.prompt_shares.on_stats(peer, stats)
         worker = self._known.get(peer)
         if worker is None:
             return
@@ -205,6 +214,10 @@ class FleetView:
             self._find_typical()
         self._update(worker)
         self._changed.discard(peer)
+
+    def find(self, peer: Peer) -> KnownWorker | None:
+        """Return a worker of the fleet; None where it is not there any more."""
+        return self._known.get(peer)
 
     def on_connection(self, peer: Peer, is_up: bool) -> None:
         """Note that the worker's channel has come up or dropped; its numbers count no more without a channel."""
@@ -254,6 +267,7 @@ class FleetView:
             self.classes,
             tier=UNWELCOME if peer in self._down else AVAILABLE,
             bytes_per_s=self.rates.of(peer),
+            prompt_share=self.prompt_shares.of(peer),
         )
 
 
@@ -321,3 +335,35 @@ class LinkRates:
         present = set(workers)
         self._rates = {worker: rate for worker, rate in self._rates.items() if worker in present}
         self._counted = {worker: counted for worker, counted in self._counted.items() if worker in present}
+
+
+_SHARE_S = 10.0
+"""Seconds over which the prompts' share of a worker's time is smoothed."""
+
+
+class PromptShares:
+    """The share of each worker's time that prompts have taken lately, 0 to 1, by its own step costs."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._shares: dict[Peer, float] = {}
+        self._counted: dict[Peer, tuple[float, int]] = {}  # when its last numbers came, and its computed tokens then
+
+    def of(self, worker: Peer) -> float:
+        """Return the share; 0 of a worker that is not known yet."""
+        return self._shares.get(worker, 0.0)
+
+    def on_stats(self, worker: Peer, stats: WorkerStats) -> None:
+        """Learn from the prompt tokens that the worker has computed since its last numbers."""
+        now = self._clock()
+        before, num_tokens = self._counted.get(worker, (now, stats.computed_tokens))
+        self._counted[worker] = now, stats.computed_tokens
+        if now > before and stats.costs is not None:
+            latest = min(1.0, (stats.computed_tokens - num_tokens) * stats.costs.token_s / (now - before))
+            share = self._shares.get(worker, 0.0)
+            self._shares[worker] = share + (latest - share) * -math.expm1((before - now) / _SHARE_S)
+
+    def keep(self, workers: Collection[Peer]) -> None:
+        """Forget all others."""
+        self._shares = {worker: self._shares[worker] for worker in self._shares.keys() & set(workers)}
+        self._counted = {worker: self._counted[worker] for worker in self._counted.keys() & set(workers)}

@@ -19,8 +19,7 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.network import Network, TcpNetwork
 
 if TYPE_CHECKING:
-    from twostroke.decode_worker.worker import DecodeWorker
-    from twostroke.prefill_worker.worker import PrefillWorker
+    from twostroke.worker.role import WorkerRole
 
 PATIENCE_S = 4.0
 """Seconds that a fault waits for a message or a chunk to harm."""
@@ -92,7 +91,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Harmed(_WorkerReplica[Any]):
+class _Harmed(_WorkerReplica):
     """Common part of both kinds of replicas: the faulty network and the agent."""
 
     _control: int  # the port that the driver listens on
@@ -111,8 +110,8 @@ class _Harmed(_WorkerReplica[Any]):
         self._agent.take_over(parts)
         return parts
 
-    async def _start(self, worker: "PrefillWorker | DecodeWorker") -> None:
-        await super()._start(worker)
+    async def _start(self, role: "WorkerRole") -> None:
+        await super()._start(role)
         info = self._info
         await self._agent.report_to(self._control, Arrived(info.role, info.peer.worker_id, os.getpid()))
 

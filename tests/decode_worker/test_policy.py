@@ -5,10 +5,11 @@ import pytest
 
 from tests.worker.scheduling.scheduler_rig import a_step_budget as step_budget
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.policy import CAUTIOUS_CHUNK, LEAST_STALL_S, MOST_STALL_S, usual_stall_s
+from twostroke.decode_worker.policy import DecodePolicy
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import WorkerJob
+from twostroke.worker.scheduling.policy import CAUTIOUS_CHUNK, LEAST_STALL_S
 from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.scheduling.step import tokens_in
 
@@ -95,9 +96,10 @@ def test_without_promises_a_step_may_take_as_long_as_is_set() -> None:
 
 
 def test_where_nothing_is_set_a_step_takes_what_a_long_chunk_takes_within_what_people_notice() -> None:
+    usual_stall_s = step_budget(512, COSTS).usual_stall_s
     # 10 ms and 384 tokens of 0.5 ms each
     assert usual_stall_s(StepCosts(0.010, 0.0005, 0.0, 0.002, 0.00001)) == pytest.approx(0.202)
-    assert usual_stall_s(COSTS) == MOST_STALL_S, "384 tokens and their pairs take more than 0.59 s"
+    assert usual_stall_s(COSTS) == DecodePolicy.most_stall_s, "384 tokens and their pairs take more than 0.59 s"
     assert usual_stall_s(StepCosts(0.005, 0.00001, 0.0, 0.0, 0.0)) == LEAST_STALL_S
     assert chunk() == 128, "250 ms: 237 more are 139.6 tokens"
 

@@ -47,7 +47,8 @@ MODEL = "twostroke-bundled"
 SETTINGS: dict[str, Any] = {
     "prefill": {"threads": 1},
     "decode": {"threads": 1, "replicas": 2},
-    "router": {"replicas": 2, "decodes_alone": False},  # or the small model's prompts would never travel
+    # Or the small model's prompts would never travel.
+    "router": {"replicas": 2, "decodes_alone": False, "roles": "fixed"},
     "autoscaling": {"enabled": True, "prefill": {"max": 1}, "decode": {"max": 2, "min": 2}},
     "slo": {
         "classes": [
@@ -233,7 +234,7 @@ async def measure(
 UPGRADED: dict[str, Any] = {
     "prefill": {"threads": 1},
     "decode": {"threads": 1},
-    "router": {"decodes_alone": False, "drain_notice_s": 6.0},
+    "router": {"decodes_alone": False, "roles": "fixed", "drain_notice_s": 6.0},
     "autoscaling": {"enabled": True, "prefill": {"max": 2}, "decode": {"max": 2}},
     "slo": {"classes": [{"name": "batch"}]},
 }

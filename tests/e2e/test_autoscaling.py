@@ -23,7 +23,7 @@ CONFIG = {
     # Blocks are cut into units of half their size on their way. There is room for fewer requests than clients.
     "decode": {"threads": 1, "block_size": 32, "num_blocks": 350},
     # The long answers of a worker that leaves are handed over. All prompts go by the prefill workers.
-    "router": {"drain_grace_s": 0.5, "decodes_alone": False},
+    "router": {"drain_grace_s": 0.5, "decodes_alone": False, "roles": "fixed"},
     "slo": {"classes": [{"name": "standard", "ttft_s": 0.5, "tpot_s": 0.5}], "admission": False},
     "autoscaling": {
         "enabled": True,

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
     config = tmp_path / "cluster.yaml"
-    config.write_text("router: {decodes_alone: false}\n")
+    config.write_text("router: {decodes_alone: false, roles: fixed}\n")
     yield from serving("--model", str(folder), "--config", str(config))
 
 

@@ -36,7 +36,7 @@ def spans() -> Iterator[tuple[str, list[ReceivedSpan]]]:
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory, spans: tuple[str, list[ReceivedSpan]]) -> Iterator[Server]:
     config: Path = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    router = {"decodes_alone": False, "tracing": {"endpoint": spans[0]}}
+    router = {"decodes_alone": False, "roles": "fixed", "tracing": {"endpoint": spans[0]}}
     config.write_text(json.dumps(RANKED | {"router": router}), encoding="utf-8")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_SERVICE_NAME", "of-the-operator")

@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model, as if it had been taught to call tools. Clients have less time than by default. Prompts are computed by the
     prefill worker, though the decode worker is quicker with a model as small as this."""
     config = tmp_path_factory.mktemp("config") / "cluster.yaml"
-    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5, decodes_alone: false}\n"
+    settings = "model: {response_template: hermes}\nrouter: {body_timeout_s: 5, decodes_alone: false, roles: fixed}\n"
     config.write_text(settings, encoding="utf-8")
     yield from serving("--config", str(config))
 

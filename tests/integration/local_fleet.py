@@ -12,10 +12,10 @@ from twostroke.cluster.config.sections import ModelSection, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.decode_worker.policy import decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.prefill_worker.policy import prefill_role
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import TcpNetwork
@@ -25,6 +25,7 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.observe.stages import SequenceStages
+from twostroke.worker.worker import Worker
 
 SECRET = b"a secret of these tests"
 HOST = "127.0.0.1"
@@ -32,6 +33,10 @@ GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 96  # of the checkpoints that tests write
 
 Answer = TypeVar("Answer")
+
+
+ONLY_PAIRS: dict[str, Any] = {"roles": "fixed", "decodes_alone": False}
+"""Each prompt goes by the prefill worker, whatever the router expects it to cost there."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,7 @@ class Shape:
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
-    # Each prompt goes by the prefill worker, whatever the router expects it to cost there: that way is tested here.
-    pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, decodes_alone=False))
+    pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, **ONLY_PAIRS))
     transfers: TransferConfig = field(default_factory=TransferConfig)
 
 
@@ -70,7 +74,7 @@ class LocalFleet:
     """Implements router.fleet.Fleet over workers of this process."""
 
     infos: list[WorkerInfo] = field(default_factory=list)
-    by_peer: dict[Peer, PrefillWorker | DecodeWorker] = field(default_factory=dict)
+    by_peer: dict[Peer, Worker] = field(default_factory=dict)
     parts: dict[Peer, WorkerParts] = field(default_factory=dict)
 
     def workers(self) -> Sequence[WorkerInfo]:
@@ -79,9 +83,7 @@ class LocalFleet:
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
-        called = self.by_peer[worker]
-        assert isinstance(called, PrefillWorker)
-        return await called.prefill(request, ticket, pull)
+        return await self.by_peer[worker].prefill(request, ticket, pull)
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
         return await self.by_peer[worker].score_prompt(request)
@@ -89,9 +91,7 @@ class LocalFleet:
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
-        called = self.by_peer[worker]
-        assert isinstance(called, DecodeWorker)
-        return await called.decode(request, ticket, pull)
+        return await self.by_peer[worker].decode(request, ticket, pull)
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
         return await self.by_peer[worker].probe.source(tickets, num_tokens)
@@ -99,7 +99,7 @@ class LocalFleet:
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
         await self.by_peer[worker].probe.target(tickets, num_tokens)
 
-    def worker(self, role: Role, number: int = 0) -> PrefillWorker | DecodeWorker:
+    def worker(self, role: Role, number: int = 0) -> Worker:
         """One of this role, in the order of their start."""
         return self.by_peer[[info.peer for info in self.infos if info.role == role][number]]
 
@@ -203,18 +203,17 @@ async def _add_worker(
     settings = worker_settings(folder, shape, role, ranks)
     parts = await load_parts(settings, peer, network, SECRET, host=HOST)
     stack.push_async_callback(parts.close)
-    worker: PrefillWorker | DecodeWorker
     if role == "prefill":
         config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
-        worker = PrefillWorker(config, parts.deps)
+        worker_role = prefill_role(config)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
-            max_batch=min(256, shape.decode_step_tokens),
             router_wait_s=shape.router_wait_s,
-            **shape.decode,
+            **{"max_batch": min(256, shape.decode_step_tokens), **shape.decode},
         )
-        worker = DecodeWorker(decode_config, parts.deps, parts.rank.loaded.swap_space)
+        worker_role = decode_role(decode_config)
+    worker = Worker(worker_role, parts.deps, parts.rank.loaded.swap_space)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

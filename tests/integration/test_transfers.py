@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.integration.local_fleet import GREEDY, HOST, SECRET, VOCAB, Served, Shape, of_one_worker, serve
+from tests.integration.local_fleet import GREEDY, HOST, ONLY_PAIRS, SECRET, VOCAB, Served, Shape, of_one_worker, serve
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
@@ -29,7 +29,7 @@ WAYS = [  # (transport, block size of the source, of the target)
     ("shm", 16, 32),
     ("torch_distributed", 32, 16),
 ]
-SHAPE = Shape("tcp", num_prefill=2, num_blocks=256, pipeline=PipelineConfig(pull_min_tokens=64, decodes_alone=False))
+SHAPE = Shape("tcp", num_prefill=2, num_blocks=256, pipeline=PipelineConfig(pull_min_tokens=64, **ONLY_PAIRS))
 
 
 def some_tokens(count: int, seed: int) -> list[int]:
@@ -71,7 +71,7 @@ async def test_the_second_turn_computes_only_what_is_new(
 async def test_without_pulls_the_second_turn_computes_the_answer_again(
     folder: Path, answers: tuple[list[int], list[int]]
 ) -> None:
-    shape = replace(SHAPE, num_prefill=1, pipeline=PipelineConfig(pulls=False, decodes_alone=False))
+    shape = replace(SHAPE, num_prefill=1, pipeline=PipelineConfig(pulls=False, **ONLY_PAIRS))
     async with serve(folder, shape) as served:
         assert await two_turns(served) == answers
         stats = served.fleet.stats("prefill")
@@ -181,7 +181,7 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
     lines = [
         record.getMessage()
         for record in caplog.records
-        if record.name == "twostroke.prefill_worker.worker" and record.levelno == logging.WARNING
+        if record.name == "twostroke.worker.transfers.prompt_sending" and record.levelno == logging.WARNING
     ]
     assert len(lines) == 2
     assert all("was not sent" in line for line in lines)

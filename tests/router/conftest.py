@@ -317,7 +317,9 @@ class Rig:
 
 # Quick, and yet no quicker than a busy machine: a channel that is given up for its slowness is another test.
 QUICK = TokenChannelConfig(ping_s=0.05, silence_s=3.0, connect_s=30.0, backoff_first_s=0.01, backoff_most_s=0.05)
-PATIENCE = PipelineConfig(retry_wait_s=2.0, retry_poll_s=0.01, reply_grace_s=0.2, prefill_failed_repeat_s=0.02)
+PATIENCE = PipelineConfig(
+    roles="fixed", retry_wait_s=2.0, retry_poll_s=0.01, reply_grace_s=0.2, prefill_failed_repeat_s=0.02
+)
 
 
 _open_rigs: list[FakeFleet] = []

@@ -12,11 +12,11 @@ import pytest
 from tests.rigs.played import Script, played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.worker import DecodeWorker
+from twostroke.decode_worker.policy import decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.ranks import Outgoing
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.worker import PrefillWorker
+from twostroke.prefill_worker.policy import prefill_role
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import (
     Hello,
@@ -44,9 +44,10 @@ from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import describe, run_virtually
-from twostroke.worker.pulls import PrefixExports, Transfers
+from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.worker import WorkerDeps
+from twostroke.worker.transfers.pulls import PrefixExports, Transfers
+from twostroke.worker.worker import Worker
 
 SECRET = b"a secret of tests"
 PREFILL, DECODE, ROUTER = Peer("prefill-0", 11), Peer("decode-0", 22), "router-0"
@@ -202,12 +203,11 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     deps = WorkerDeps(
         peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
     )
-    worker: PrefillWorker | DecodeWorker
     if role == "prefill":
-        worker = PrefillWorker(PrefillConfig(**config), deps)
+        worker_role = prefill_role(PrefillConfig(**config))
     else:
-        config = {"max_batch": 8, "max_step_tokens": 16} | config
-        worker = DecodeWorker(DecodeConfig(**config), deps, swap_space)
+        worker_role = decode_role(DecodeConfig(**{"max_batch": 8, "max_step_tokens": 16} | config))
+    worker = Worker(worker_role, deps, swap_space)
     rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
     await rig.connect_router()
     try:

@@ -1,8 +1,8 @@
 """Preemption: which requests give their blocks back, when, and what becomes of their KV. Pure.
 
-- **When.** A decode worker preempts between steps: where the next token of running requests lacks blocks, or where the
-  next request to be admitted has a higher class than some that run. No step runs ahead of that. A prefill worker
-  preempts on admission of a higher class, and only prompts that no step, chunk or transfer uses.
+- **When.** Between steps: where the next token of running requests lacks blocks, or where the next request to be
+  admitted has a higher class than some that run. No step runs ahead of that. Requests that a transfer reads, or has
+  read, keep their blocks.
 - **Which.** The youngest of the lowest class first. A request that its class's share admitted is spared by higher
   classes: they would otherwise evict it as often as it is admitted. Requests whose blocks turn out not to be needed
   are spared too.
@@ -33,8 +33,6 @@ class Preemptor:
         self._swapping = swapping
         self.num_preemptions = 0  # counter
 
-    # --- on a decode worker, between steps ---
-
     def may_run_ahead(self, in_flight: ScheduledStep, decodes: Sequence[WorkerJob]) -> bool:
         """Return True where a step can be decided behind `in_flight`: a job can be preempted only while in no step."""
         if in_flight.swaps:
@@ -47,7 +45,7 @@ class Preemptor:
         A job whose KV is kept frees its blocks only once they are copied, so this stops at the first of these jobs.
         """
         while blocks_wanted(decodes) > self._scheduler.pool.free_blocks:
-            job = min(self._scheduler.running, key=preemption_order)
+            job = min(self._scheduler.preemptible(), key=preemption_order)
             if swap := self._preempt(job):
                 return (swap,)
             decodes = [other for other in decodes if other is not job]
@@ -65,18 +63,10 @@ class Preemptor:
             return []
         head.sequence.match_prefix(scheduler.pool)  # others' blocks that it shares need not be freed
         missing = scheduler.missing_blocks(head)
-        chosen = lower_classes_to_preempt(head, running, missing, scheduler.pool) if missing > 0 else []
+        preemptible = scheduler.preemptible() if missing > 0 else []
+        chosen = lower_classes_to_preempt(head, preemptible, missing, scheduler.pool)
         head.sequence.reset(scheduler.pool)
         return chosen
-
-    # --- on a prefill worker, on admission ---
-
-    def make_room(self, waiting: WorkerJob, missing_blocks: int) -> bool:
-        """Preempt prompts of lower classes for a waiting job; return whether it has all its blocks then."""
-        chosen = lower_classes_to_preempt(waiting, self._scheduler.idle_prompts(), missing_blocks, self._scheduler.pool)
-        for job in chosen:
-            self._preempt(job)
-        return bool(chosen)
 
     def _preempt(self, job: WorkerJob) -> Swap | None:
         """Queue the job again. Return the copy of its KV where that is kept."""

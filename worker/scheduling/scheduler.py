@@ -4,7 +4,8 @@ No I/O, no clock, no asyncio. A request's way:
 
 1. It waits for its turn (queue_order.py), and until all blocks that it needs so far can be reserved at once.
 2. Its KV arrives by a transfer, or is computed here in chunks.
-3. It decodes one token a step while it has a place in the batch. A prefill worker's request ends with its first token.
+3. It decodes one token a step while it has a place in the batch. A prompt that another worker goes on with, or that is
+   only scored, ends with its first token (`is_prefill_only`).
 4. Its blocks are released once it has ended and neither a step nor a transfer uses them.
 
 A step may be scheduled while the one before it is under way ("ahead"). Decodes go on with the token that is being
@@ -15,69 +16,29 @@ Admitted in its turn, it takes part in no step until the KV is in its blocks, or
 computed in the same blocks. An offer holds blocks at the other worker. So where blocks are short here, all offers that
 wait are declined: otherwise workers would wait for each other's blocks in a circle.
 
-A role is a `RolePolicy`. Preemption is in preemption.py.
+A role is a `StepPolicy` (policy.py). Preemption is in preemption.py.
 """
 
-from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 from twostroke.worker.scheduling.job import Phase, WorkerJob
+from twostroke.worker.scheduling.policy import StepPolicy
 from twostroke.worker.scheduling.preemption import Preemptor, Swapping
 from twostroke.worker.scheduling.queue_order import NO_LIMIT, ClassShares, turn_of, turns
 from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.scheduling.step import Admitted, DrawnToken, PromptBudget, ScheduledStep, StepEntry, Swap
 
 
-class RolePolicy(ABC):
-    """The decisions in which the roles differ: the batch, the prompts' budget, admission."""
-
-    is_prefill_only: ClassVar[bool]
-    """Requests end with their first token, so no step decodes."""
-
-    @abstractmethod
-    def check_fits(self, request: GenerateRequest, max_context: int, capacity: int) -> None:
-        """Raise RequestError for a request that could never run here; `capacity` is the whole cache's, in tokens."""
-
-    def choose(self, staying: Sequence[WorkerJob]) -> list[WorkerJob]:
-        """Return the running jobs that are in the next step, in the given order."""
-        return list(staying)
-
-    def settle(self, staying: Sequence[WorkerJob], chosen: Sequence[WorkerJob]) -> None:
-        """Account for a step with the `chosen` of the `staying` jobs."""
-        return
-
-    @abstractmethod
-    def prompt_budget(self, decodes: Iterable[WorkerJob]) -> PromptBudget:
-        """Return what a step in which these jobs decode has for prompts."""
-
-    @abstractmethod
-    def may_join(self, job: WorkerJob, staying: Sequence[WorkerJob], num_chunks: int) -> bool:
-        """Return True where the step has a place for a waiting job that is to be computed here."""
-
-    @abstractmethod
-    def blocks_to_leave(self, job: WorkerJob, scheduler: "Scheduler") -> int:
-        """Return how many blocks must be free after a job has been admitted."""
-
-    def expected_answer(self, job: WorkerJob) -> float:
-        """Return how many tokens of the job's answer are expected to be computed here."""
-        return 0.0
-
-    def answer_ended(self, job: WorkerJob) -> None:
-        """Learn from an answer that has ended."""
-        return
-
-
 class Scheduler:
     """The requests of one worker, over one block pool, within the bounds of its settings and its role's policy."""
 
-    def __init__(self, pool: BlockPool, config: WorkerConfig, max_context: int, policy: RolePolicy, swapping: Swapping):
+    def __init__(self, pool: BlockPool, config: WorkerConfig, max_context: int, policy: StepPolicy, swapping: Swapping):
         """`max_context` is the model's, in tokens."""
         self.pool = pool
         self.shares = ClassShares()
@@ -111,6 +72,12 @@ class Scheduler:
         return len(self.running)
 
     @property
+    def num_decoding(self) -> int:
+        """Requests whose answers are written here, once their prompts are computed."""
+        jobs = (*self.waiting, *self.transferring, *self.running)
+        return len(jobs) - sum(job.is_prefill_only for job in jobs)
+
+    @property
     def decoding(self) -> Iterable[WorkerJob]:
         """The requests that decode, those without a place in the batch included."""
         return (job for job in self.running if job.sequence.num_uncomputed <= 1 and not job.is_prefill_only)
@@ -125,9 +92,17 @@ class Scheduler:
     # --- requests ---
 
     def add(
-        self, request: GenerateRequest, *, now: float, wants_transfer: bool = False, awaits_offer: bool = False
+        self,
+        request: GenerateRequest,
+        *,
+        now: float,
+        is_prefill_only: bool = False,
+        wants_transfer: bool = False,
+        awaits_offer: bool = False,
     ) -> WorkerJob:
         """Queue a request; `now` is in seconds of a clock that the caller keeps to.
+
+        With `is_prefill_only` it ends with its first token.
 
         With `awaits_offer` it is not admitted before `offered_prefix` or `no_prefix`, with `wants_transfer` not before
         `offered` or `compute_here`.
@@ -137,14 +112,13 @@ class Scheduler:
         """
         pool, most = self.pool, self._config.max_waiting
         capacity = pool.groups.tokens_in(pool.num_blocks, pool.block_size, self._config.max_step_tokens)
-        self._policy.check_fits(request, self._max_context, capacity)
+        _check_fits(request, self._max_context, capacity, is_prefill_only=is_prefill_only)
         sequence = SequenceState(request, pool.block_size, pool.groups, self._config.max_step_tokens)
         if not sequence.token_ids:
             raise RequestError("the prompt is empty", param="prompt")
         if len(self.waiting) >= most:
             raise RequestError(f"{most} requests wait here already", code="overloaded", status=429)
-        job = WorkerJob(sequence, now, awaits_offer, wants_transfer=wants_transfer)
-        job.is_prefill_only = self._policy.is_prefill_only
+        job = WorkerJob(sequence, now, awaits_offer, wants_transfer=wants_transfer, is_prefill_only=is_prefill_only)
         job.num_uncached = len(sequence.token_ids) - pool.lookup(sequence.matchable_hashes) * pool.block_size
         job.arrival = self._num_arrived
         self._num_arrived += 1
@@ -171,23 +145,22 @@ class Scheduler:
     def schedule(self, in_flight: ScheduledStep | None = None) -> ScheduledStep:
         """Decide the next step: decodes first, then chunks of prompts and admissions, in the order of their turns.
 
-        `in_flight` is the one step under way, if any, which the new one is to follow. On a decode worker the new step
-        is empty where it can't be decided before the end of that one: where a job must be preempted, or a draw depends
-        on the tokens before it. A step that swaps jobs out does nothing else: what that frees is known at its end.
+        `in_flight` is the one step under way, if any, which the new one is to follow. The new step is empty where it
+        can't be decided before the end of that one: where a job must be preempted, or a draw depends on the tokens
+        before it. A step that swaps jobs out does nothing else: what that frees is known at its end.
         Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
         and for all but one of them before the next call.
         """
         staying = self.staying()
         chosen = self._policy.choose(staying)
         decodes = [job for job in chosen if job.is_decoding]
-        if not self._policy.is_prefill_only:
-            if in_flight is not None:
-                if not self.preemptor.may_run_ahead(in_flight, decodes):
-                    return ScheduledStep()
-            elif swaps := self.preemptor.free_blocks_for(decodes):
-                return ScheduledStep(swaps=swaps)
-            elif any(job.phase is not Phase.RUNNING for job in staying):
-                return self.schedule()  # the places of preempted jobs go to others, which need blocks too
+        if in_flight is not None:
+            if not self.preemptor.may_run_ahead(in_flight, decodes):
+                return ScheduledStep()
+        elif swaps := self.preemptor.free_blocks_for(decodes):
+            return ScheduledStep(swaps=swaps)
+        elif any(job.phase is not Phase.RUNNING for job in staying):
+            return self.schedule()  # the places of preempted jobs go to others, which need blocks too
         self._policy.settle(staying, chosen)
         follows = {} if in_flight is None else in_flight.drawing
         entries = []
@@ -323,9 +296,9 @@ class Scheduler:
         """Return the running jobs that want a further step."""
         return [job for job in self.running if not job.is_drawing_its_last]
 
-    def idle_prompts(self) -> list[WorkerJob]:
-        """Return the running jobs whose blocks no step, chunk or transfer has used or uses."""
-        return [job for job in self.running if not (job.under_way or job in self._chunks or job.has_been_sent)]
+    def preemptible(self) -> list[WorkerJob]:
+        """Return the running jobs whose blocks no transfer has used. No step may be under way."""
+        return [job for job in self.running if not job.has_been_sent]
 
     def next_to_admit(self) -> WorkerJob | None:
         """Return the waiting job whose turn it is, where only blocks may keep it from being admitted."""
@@ -398,7 +371,7 @@ class Scheduler:
         self._given.clear()
 
     def _may_join(self, job: WorkerJob) -> bool:
-        return self._policy.may_join(job, self.staying(), len(self._chunks))
+        return self._policy.may_join(job, self.staying())
 
     def _ready(self) -> list[WorkerJob]:
         """Return the waiting jobs that may be admitted, by their turns."""
@@ -416,8 +389,7 @@ class Scheduler:
         """
         sequence, is_computed_here = job.sequence, not job.has_kv_coming
         matched = sequence.match_prefix(self.pool)
-        missing = self.missing_blocks(job)
-        if missing > 0 and not (self._policy.is_prefill_only and self.preemptor.make_room(job, missing)):
+        if self.missing_blocks(job) > 0:
             sequence.reset(self.pool)
             for other in self.waiting:
                 self.decline(other)
@@ -502,3 +474,29 @@ class Scheduler:
         if job.has_ended and not job.is_in_use:
             job.sequence.reset(self.pool)
             self._swapping.release(job)
+
+
+def _check_fits(request: GenerateRequest, max_context: int, capacity: int, *, is_prefill_only: bool) -> None:
+    """Raise RequestError for a request that could never run here; `capacity` is the whole cache's, in tokens."""
+    num_tokens = len(request.token_ids)
+    if is_prefill_only:
+        most = max_context - min(1, request.max_tokens)
+        if num_tokens > most:
+            raise _too_long(
+                "prompt", f"the prompt has {num_tokens} tokens; the model's context has room for {most}, and an answer"
+            )
+        if num_tokens > capacity:
+            raise _too_long(
+                "prompt", f"the prompt has {num_tokens} tokens; this worker's whole KV cache holds {capacity}"
+            )
+        return
+    longest = request.num_prompt_tokens + request.max_tokens
+    wanted = f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed"
+    if longest > max_context:
+        raise _too_long("max_tokens", f"{wanted} the model's context of {max_context}")
+    if longest - 1 > capacity:  # the last token's KV is never needed
+        raise _too_long("max_tokens", f"{wanted} this worker's whole KV cache, which holds {capacity}")
+
+
+def _too_long(param: str, message: str) -> RequestError:
+    return RequestError(message, param=param, code="context_length_exceeded")

@@ -69,6 +69,7 @@ def settings(
             "replicas": num_routers,
             "node_labels": {ROLE_LABEL: "router"},
             "decodes_alone": False,  # KV is to travel
+            "roles": "fixed",
             "node_resources": {"router_slot": 1},  # one on each
         },
         **({"kv_transfer": {"transport": "tcp"}} if share_memory else {}),

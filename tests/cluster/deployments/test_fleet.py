@@ -150,13 +150,6 @@ async def test_a_worker_that_is_not_there_is_not_called(handle: FakeHandle) -> N
     assert handle.calls == []
 
 
-async def test_an_aggregated_fleet_has_nobody_to_prefill(handle: FakeHandle) -> None:
-    fleet = ServeFleet(None, handle, grace_s=0.05)
-    assert list(fleet.workers()) == [INFO]
-    with pytest.raises(WorkerLost):
-        await fleet.prefill(PEER, REQUEST, None)
-
-
 def wrapped(error: Exception) -> Exception:
     """Wrap an error as an actor call does."""
     return RayTaskError("decode", "a traceback", error).as_instanceof_cause()

@@ -420,3 +420,60 @@ def test_a_prefix_is_never_pulled_from_a_worker_that_failed_or_whose_kv_does_not
     assert source_of({"d0": 600, "d1": 500}, failed=peers("d0")) == "d1"
     assert source_of({"d0": 600, "d1": 500}, d0=OTHER_KIND) == "d1"
     assert source_of({"d0": 600}, p0={"transfer_addresses": ()}) is None
+
+
+# --- a prefill worker alone ---
+
+
+def guest(fleet, **options):
+    """Return the names of the path where prefill workers may write answers."""
+    return fleet.names(prefill_decodes=True, decodes_alone=False, **options)[:2]
+
+
+def test_a_pair_serves_while_decode_workers_have_room_and_the_way_is_short():
+    assert guest(Fleet([IDLE], [IDLE])) == ("p0", "d0")
+
+
+def test_a_prefill_worker_writes_the_answer_where_its_steps_are_shorter():
+    assert guest(Fleet([IDLE], [load(running=5)])) == (None, "p0"), "12 ms, and 22 ms at the decode worker"
+
+
+def test_a_prefill_worker_writes_the_answer_where_decode_workers_have_no_room():
+    full = load(running=32)
+    assert guest(Fleet([IDLE], [full])) == (None, "p0")
+    assert guest(Fleet([IDLE], [load(running=5, free_blocks=1)])) == (None, "p0")
+    assert Fleet([IDLE], [full]).names(decodes_alone=False)[:2] == ("p0", "d0"), "roles are fixed"
+
+
+def test_a_prefill_worker_writes_the_answer_where_its_kv_has_a_long_way():
+    slow = Fleet([IDLE], [IDLE], bytes_per_s=256e3)
+    assert guest(slow) == (None, "p0"), "400 tokens take 0.4 s, the answer 0.13 s"
+
+
+def test_the_time_that_prompts_take_is_missing_to_answers_beside_them():
+    busy = Fleet([IDLE], [load(running=5)], bytes_per_s=2560e3)
+    assert guest(busy) == (None, "p0"), "the way takes 36 ms"
+    busy["p0"].prompt_share = 0.8
+    assert guest(busy) == ("p0", "d0"), "so a step takes five times as long"
+
+
+def test_on_a_shared_cpu_an_answer_at_the_prefill_worker_costs_the_streams_of_the_decode_worker():
+    here = {"machine": "host-1"}
+    slow = Fleet([IDLE], [load(running=5)], bytes_per_s=2560e3, p0=here, d0=here)
+    assert guest(slow) == ("p0", "d0")
+    elsewhere = Fleet([IDLE], [load(running=5)], bytes_per_s=2560e3, p0=here, d0={"machine": "host-2"})
+    assert guest(elsewhere) == (None, "p0")
+
+
+def test_an_answer_with_a_promised_time_between_tokens_stays_away_from_prompts():
+    promise = Promise(tpot_s=0.05)
+    full = load(running=32)
+    assert guest(Fleet([IDLE], [full]), promise=promise) == (None, "p0"), "nothing is there that it would wait for"
+    assert guest(Fleet([load(running=1)], [full]), promise=promise) == ("p0", "d0")
+
+
+def test_an_answer_that_may_not_fit_into_the_prefill_workers_cache_is_not_written_there():
+    fleet = Fleet([IDLE], [load(running=32)])
+    query = PathQuery(400, 10.0, Promise(), fleet.classes, 64, most_tokens=1700)
+    path = cheapest_path(fleet.of("prefill", {}), fleet.of("decode", {}), query, prefill_decodes=True)
+    assert path.decode.peer.worker_id == "d0", "100 blocks hold 1,600 tokens"

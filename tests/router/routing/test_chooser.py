@@ -43,7 +43,7 @@ async def test_once_a_prompt_is_read_its_decode_worker_is_expected_to_hold_it():
 
 
 async def test_a_burst_of_strangers_is_spread_over_all_workers():
-    rig = Rig()
+    rig = Rig(roles="fixed")
     paths = [rig.take(request(tuple(range(n, n + 400))))[0] for n in range(0, 4000, 1000)]
     assert sorted(path.prefill.peer.worker_id for path in paths) == ["p0", "p0", "p1", "p1"]
     assert sorted(path.decode.peer.worker_id for path in paths) == ["d0", "d0", "d1", "d1"]

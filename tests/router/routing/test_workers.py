@@ -29,7 +29,7 @@ def test_requests_that_come_together_see_each_other(counts):
     counts.hold(places())
     counts.hold(places())
     assert counts.load(P).prompt_tokens("standard", 0) == 200
-    assert (counts.load(D).requests(0), counts.load(D).context_tokens(0)) == (2, 200)
+    assert (counts.load(D).requests(0), counts.load(D).decoding_tokens(0)) == (2, 200)
     assert counts.load(D).prompt_tokens("standard", 0) == 0
     assert counts.total() == 4
 

@@ -12,13 +12,13 @@ import pytest
 
 from tests.simulation.policies.results import Result, percentile, result_of, serve
 from tests.simulation.policies.traffic import TRACES, strangers
-from twostroke.decode_worker.worker import DecodeWorker
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.transfer import OutgoingLane
 from twostroke.protocol.requests import Promise
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import SimulatedRequest, SimulatedRun, TracedRequest
+from twostroke.worker.transfers.prompt_receiving import PromptReceiver
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:
@@ -86,9 +86,12 @@ def _keep_nothing(receiver: KVReceiver, ticket: Any) -> None:
     """The request waits for room, and its offer does not."""
 
 
-def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
-    worker._offers.await_offer(
-        call.ticket, 2.0, on_offered=lambda: worker._offered(call), on_missing=lambda: worker._compute_prompt(call)
+def _wait_for_two_seconds(prompts: PromptReceiver, call: Any, ticket: Any) -> None:
+    prompts.offers.await_offer(
+        ticket,
+        2.0,
+        on_offered=lambda: prompts._offered(call, ticket),
+        on_missing=lambda: prompts.compute_prompt(call),
     )
 
 
@@ -97,7 +100,7 @@ def _wait_for_two_seconds(worker: DecodeWorker, call: Any, _: Any) -> None:
     [
         pytest.param(OutgoingLane, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
         pytest.param(KVReceiver, "keep_offer", _keep_nothing, id="offers don't wait with their requests"),
-        pytest.param(DecodeWorker, "_await_offer", _wait_for_two_seconds, id="requests don't wait for long queues"),
+        pytest.param(PromptReceiver, "await_offer", _wait_for_two_seconds, id="requests don't wait for long queues"),
     ],
 )
 def test_prompts_are_computed_twice_where(

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.policy import DecodePolicy, StepBudget
+from twostroke.decode_worker.policy import DecodePolicy
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.policy import StepBudget
 from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
 from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.scheduling.scheduler import Scheduler
@@ -28,7 +29,8 @@ ROLES = ("prefill", "decode")
 def a_step_budget(max_step_tokens: int = 512, costs: StepCosts | None = None, **settings: Any) -> StepBudget:
     """A step budget; without costs only `max_step_tokens` counts, up to 64 tokens."""
     values = {"max_batch": 1, "tpot_safety": 1.0, "stall_factor": 2.0, "min_chunk_tokens": 1} | settings
-    return StepBudget(DecodeConfig(max_step_tokens=max_step_tokens, **values), lambda: costs)
+    config = DecodeConfig(max_step_tokens=max_step_tokens, **values)
+    return StepBudget(config, lambda: costs, DecodePolicy.longest_chunk, DecodePolicy.most_stall_s)
 
 
 @dataclass
@@ -74,11 +76,12 @@ class Rig:
         if self._is_decode:
             watermark = watermark_blocks and (watermark_blocks + 0.5) / num_blocks
             budget = a_step_budget(max_step_tokens, costs, watermark=watermark, **common)
-            policy = DecodePolicy(budget, self.pool)
+            policy = DecodePolicy(budget.config, budget.costs, self.pool)
             self.scheduler = Scheduler(self.pool, budget.config, MAX_CONTEXT, policy, self.swapping)
         else:
             config = PrefillConfig(max_step_tokens=max_step_tokens, **common)
-            self.scheduler = Scheduler(self.pool, config, MAX_CONTEXT, PrefillPolicy(config), self.swapping)
+            policy = PrefillPolicy(config, lambda: costs, self.pool)
+            self.scheduler = Scheduler(self.pool, config, MAX_CONTEXT, policy, self.swapping)
         self._num_requests = 0
 
     def add(
@@ -109,7 +112,7 @@ class Rig:
             promise=promise,
         )
         if not self._is_decode:
-            return self.scheduler.add(request, now=now, awaits_offer=awaits_offer)
+            return self.scheduler.add(request, now=now, is_prefill_only=True, awaits_offer=awaits_offer)
         job = self.scheduler.add(request, now=now, wants_transfer=transfer, awaits_offer=awaits_offer)
         if transfer and is_offered:
             self.scheduler.offered(job)

@@ -15,8 +15,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, Ticket
-from twostroke.worker.pulls import Transfers
 from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.transfers.pulls import Transfers
 
 T = TypeVar("T")
 

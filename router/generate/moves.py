@@ -1,0 +1,210 @@
+"""Streams that move: a running sequence goes on at another worker, which has pulled its KV before.
+
+A move has two parts. First the target computes the sequence's tokens so far as a prompt, whose KV it pulls from the
+source's prefix cache: all but the last partial block and what has been written since. The source goes on meanwhile.
+Then the stream's attempt ends, and another begins at the target, which finds the KV in its own prefix cache and
+computes what is missing, a few tokens. Draws depend on seed and position alone, so the tokens are those that the source
+would have drawn. The stream stands still for the second part alone. Where the first fails, the source just goes on.
+Where a worker dies in the second, the request recovers as it always does.
+
+Streams leave a worker
+- that drains, or has left the fleet: all of them, at once;
+- whose blocks run out within CROWDED_S: the youngest of the lowest class, before it is preempted;
+- that is a prefill worker, as soon as prompts come: they would wait for whole steps of these.
+
+They go where there is room now. A stream moves at most MOST_MOVES times, at least REST_S apart, unless its worker
+drains.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TwostrokeError, loggable
+from twostroke.protocol.messages import SendPrefix
+from twostroke.protocol.requests import GenerateRequest, Peer, SamplingParams, about, mint_ticket
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.fleet import Fleet, NoPath, Path
+from twostroke.router.routing.chooser import PathChooser
+from twostroke.router.routing.workers import DRAINING, KnownWorker
+
+_log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""Seconds between two looks at the workers that write streams."""
+CROWDED_S = 2.0
+"""A worker whose streams need all its free blocks within this time is crowded."""
+BUSY_SHARE = 0.25
+"""Share of a prefill worker's time from which on prompts are said to come."""
+MOST_MOVES = 2
+REST_S = 1.0
+LEAST_LEFT = 16
+"""Tokens that an answer must have left, at most, to be worth a move."""
+MOVE_LIMIT_S = 20.0
+"""Seconds after which a first part is given up."""
+
+MoveReason = Literal["drain", "crowded", "prompts"]
+AT_ONCE: dict[MoveReason, int] = {"drain": 16, "crowded": 1, "prompts": 2}
+"""Moves away from one worker at a time, by reason."""
+
+
+class StreamMoved(TwostrokeError):
+    """The attempt ends, since its stream goes on along `path`. No fault: it says so to no client."""
+
+    def __init__(self, path: Path):
+        super().__init__(f"the stream goes on at worker {path.decode.peer.worker_id}")
+        self.path = path
+
+
+@dataclass(eq=False)
+class RunningStream:
+    """A sequence that some worker writes now."""
+
+    request: GenerateRequest  # the template
+    sent: Sequence[int]  # all output tokens so far; grows
+    worker: WorkerInfo
+    end: Callable[[TwostrokeError], None]  # has its attempt fail
+    began: float
+    num_moves: int
+    move: "asyncio.Task[None] | None" = field(default=None)
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The order in which streams leave a crowded worker."""
+        return self.request.promise.priority, -self.began
+
+
+@dataclass(eq=False)
+class StreamMoves:
+    """The running streams of one router replica, and their moves."""
+
+    fleet: Fleet
+    chooser: PathChooser
+    channels: TokenChannels
+    secret: bytes
+    clock: Clock
+    draw_id: Callable[[], str]
+    is_flexible: bool
+    """Prefill workers may write answers."""
+    num_moved: int = field(default=0, init=False)  # counter: streams that went on elsewhere
+    num_failed: int = field(default=0, init=False)  # counter: moves whose first part failed
+    _streams: dict[Peer, dict[RunningStream, None]] = field(default_factory=dict, init=False)  # in order
+    _looking: "asyncio.Task[None] | None" = field(default=None, init=False)
+
+    @contextmanager
+    def running(self, stream: RunningStream) -> Iterator[None]:
+        """Let a stream move for as long as the context lasts."""
+        peer = stream.worker.peer
+        self._streams.setdefault(peer, {})[stream] = None
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look_forever(), name="moves of streams")
+        try:
+            yield
+        finally:
+            del self._streams[peer][stream]
+            if not self._streams[peer]:
+                del self._streams[peer]
+            if stream.move is not None:
+                stream.move.cancel()
+            if not self._streams:
+                self._looking.cancel()
+                self._looking = None
+
+    async def _look_forever(self) -> None:
+        """Look for streams that had better go on elsewhere."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for peer in list(self._streams):
+                self._look_at(peer)
+
+    def _look_at(self, peer: Peer) -> None:
+        worker = self.chooser.find(peer)
+        reason = self._reason(worker)
+        if reason is None:
+            return
+        now, streams = self.clock(), self._streams[peer]
+        under_way = sum(stream.move is not None for stream in streams)
+        for stream in sorted(streams, key=lambda one: one.order):
+            if under_way >= AT_ONCE[reason]:
+                return
+            if self._may_move(stream, reason, now):
+                stream.move = asyncio.create_task(self._move(stream, reason), name="move of a stream")
+                under_way += 1
+
+    def _reason(self, worker: KnownWorker | None) -> MoveReason | None:
+        """Return why streams should leave a worker; None: they should not."""
+        if worker is None or worker.tier == DRAINING:
+            return "drain"
+        if worker.info.role == "prefill" and (worker.queued_tokens() > 0 or worker.prompt_share > BUSY_SHARE):
+            return "prompts"
+        step_s = max(worker.next_step_s, 1e-4)
+        if worker.decoding > 1 and worker.free_tokens * step_s < CROWDED_S * worker.decoding:
+            return "crowded"
+        return None
+
+    def _may_move(self, stream: RunningStream, reason: MoveReason, now: float) -> bool:
+        if stream.move is not None or not stream.sent:
+            return False
+        if reason == "drain":
+            return True
+        is_long = stream.request.max_tokens - len(stream.sent) >= LEAST_LEFT
+        return is_long and stream.num_moves < MOST_MOVES and now - stream.began >= REST_S
+
+    async def _move(self, stream: RunningStream, reason: MoveReason) -> None:
+        """Have the target compute the sequence so far, and let the stream go on there."""
+        extra = about(stream.request.log_context, reason=reason, tokens=len(stream.sent))
+        try:
+            path = self.chooser.choose_target(
+                stream.request, stream.sent, stream.worker, to_prefill=self.is_flexible and reason != "prompts"
+            )
+            hold = self.chooser.hold(path, stream.request, stream.sent)
+            try:
+                async with asyncio.timeout(MOVE_LIMIT_S):
+                    await self._have_computed(stream, path.decode)
+            finally:
+                hold.release()
+        except NoPath:
+            stream.move = None  # there may be room at the next look
+        except (TwostrokeError, TimeoutError) as error:
+            self.num_failed += 1
+            why = loggable(error) if isinstance(error, TwostrokeError) else f"it took longer than {MOVE_LIMIT_S:g} s"
+            _log.info("a stream could not be moved: %s", why, extra=extra)
+            await asyncio.sleep(REST_S)
+            stream.move = None
+        else:
+            self.num_moved += 1
+            _log.info("a stream moves to worker %s", path.decode.peer.worker_id, extra=extra)
+            stream.end(StreamMoved(path))
+
+    async def _have_computed(self, stream: RunningStream, target: WorkerInfo) -> None:
+        """Have the target's prefix cache hold the KV of the sequence so far; it pulls what it can."""
+        await self.channels.ensure(target)
+        request = msgspec.structs.replace(
+            stream.request,
+            request_id=self.draw_id(),
+            router_id=self.channels.peer.worker_id,
+            token_ids=(*stream.request.token_ids, *stream.sent),
+            sampling=SamplingParams(temperature=0.0),  # the token that it draws is dropped
+            grammar="",
+        )
+        pull = None
+        if self.channels.is_connected(stream.worker.peer):
+            pull = mint_ticket(
+                self.secret,
+                request.request_id,
+                stream.worker.peer,
+                target.peer,
+                target.transfer_addresses,
+                source_cut=stream.worker.layout.cut,
+                target_cut=target.layout.cut,
+            )
+            order = SendPrefix(pull, request.token_ids, request.cache_salt, request.log_context)
+            self.channels.send(stream.worker.peer, order)
+        await self.fleet.prefill(target.peer, request, None, pull)

@@ -1,0 +1,22 @@
+"""A role of a worker: the settings and the step policy by which it is a prefill or a decode worker."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twostroke.protocol.stats import Role, StepCosts
+from twostroke.worker.config import WorkerConfig
+from twostroke.worker.scheduling.block_pool import BlockPool
+from twostroke.worker.scheduling.policy import StepPolicy
+from twostroke.worker.scheduling.preemption import PreemptionMode
+
+MakePolicy = Callable[[WorkerConfig, Callable[[], StepCosts | None], BlockPool], StepPolicy]
+
+
+@dataclass(frozen=True)
+class WorkerRole:
+    """Everything in which workers of different roles differ. Any of them computes prompts and decodes."""
+
+    name: Role
+    config: WorkerConfig
+    make_policy: MakePolicy
+    preemption: PreemptionMode = "recompute"

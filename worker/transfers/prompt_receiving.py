@@ -1,0 +1,97 @@
+"""KV of prompts that other workers compute, on its way here.
+
+The other worker offers the KV. This one waits for the offer as long as the request lives: a long queue there is no
+reason to compute the prompt twice, and where no KV comes, the router says so. An offer waits too, and its KV at the
+other worker with it, while there is no room here.
+
+A prompt whose KV does not arrive is computed here, unless the router starts another attempt. The router decides when,
+because the prompt itself may have killed the other worker; without a decision within `router_wait_s` it is computed
+here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.ranks import Incoming, ReceivingSide
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.requests import Ticket, about
+from twostroke.worker.calls import DecodeCall
+from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.step import DrawnToken
+from twostroke.worker.transfers.pulls import PullingWorker, Transfers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class PromptReceiver:
+    """The prompts whose KV one worker receives."""
+
+    worker: PullingWorker
+    receiver: ReceivingSide
+    offers: AwaitedOffers
+    scheduler: Scheduler
+    transfers: Transfers
+    router_wait_s: float
+    clock: Clock
+    emit: Callable[[DrawnToken], None]  # a token that has come with the KV
+
+    def await_offer(self, call: DecodeCall, ticket: Ticket) -> None:
+        """Wait for the offer of a new call's KV; it may be here already."""
+        self.offers.await_offer(ticket, on_offered=lambda: self._offered(call, ticket))
+
+    def begin(self, call: DecodeCall, ticket: Ticket) -> None:
+        """Receive the offered KV into the blocks of a job that was just admitted."""
+        sequence = call.job.sequence
+        call.incoming = self.receiver.expect_transfer(
+            ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
+        )
+        self.transfers.track(self._receive(call, call.incoming), f"receive {call.request.request_id}")
+
+    def compute_prompt(self, call: DecodeCall) -> None:
+        """Have the prompt computed here, now or when its transfer has ended."""
+        call.computes_prompt = True
+        self.give_up(call, "the prefill failed")  # `_receive` goes on from there
+        self.scheduler.compute_here(call.job)
+        self.worker.wake()
+
+    def give_up(self, call: DecodeCall, reason: str) -> None:
+        """Give up the call's transfer. Its blocks may be written a little longer."""
+        if call.incoming is not None:
+            call.incoming.abort(reason)
+        elif call.ticket is not None:
+            self.offers.refuse_offer(call.ticket)  # or the other worker would keep its blocks for nothing
+        if call.router_wait is not None:
+            call.router_wait.cancel()
+
+    def _offered(self, call: DecodeCall, ticket: Ticket) -> None:
+        self.scheduler.offered(call.job)
+        self.worker.admit_offered()
+        if call.incoming is None:
+            self.receiver.keep_offer(ticket)  # until there is room, or the request ends
+
+    async def _receive(self, call: DecodeCall, incoming: Incoming) -> None:
+        """Wait for the end of a transfer. Until then its blocks stay the job's, whatever becomes of the job."""
+        started_at = self.clock()
+        try:
+            first_token = await incoming.verified()
+            if first_token is None:
+                call.computes_prompt = True  # the source takes the transfer for a success
+                raise TransferFailed("it has no first token, like a cached prefix")
+        except TransferFailed as error:
+            _log.warning("the KV was not received: %s", error, extra=about(call.request.log_context))
+            self.scheduler.transfer_failed(call.job)
+            if not (call.computes_prompt or call.job.has_ended):
+                self.scheduler.wait_on(call.job)
+                call.router_wait = asyncio.get_running_loop().call_later(self.router_wait_s, self.compute_prompt, call)
+        else:
+            call.transfer_s = self.clock() - started_at
+            drawn = self.scheduler.verified(call.job, first_token)
+            if drawn is not None:
+                self.emit(drawn)
+        finally:
+            call.ready_at = self.clock()
