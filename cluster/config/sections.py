@@ -177,7 +177,7 @@ class WorkerResources(Section):
     """Cores that a worker's steps are bound to, like `0-3,8`, in place of `threads`. All workers of the role get the
     same, so use it with one worker per machine; null: not bound."""
     lend_cores: bool = True
-    """On CPUs, a worker with nothing to compute lends its cores to other workers of the server on its machine that
+    """A CPU worker with nothing to compute lends its cores to other workers of the server on its machine that
     lend theirs, until it has a step. false, `cores`, or several ranks: it keeps to its own."""
     num_gpus: GpuCount = "auto"
     """GPUs of one worker (of each of its ranks: 0 or 1); fractions let workers share one. auto: `twostroke serve`
