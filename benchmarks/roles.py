@@ -50,8 +50,8 @@ SERVERS = (AGGREGATED, SPLIT, FLEXIBLE, "split-lent", "flexible-apart")
 LOADS = ("c8", "c32", "mixed", "open")
 EQUAL, MIXED = Fixed(128, 128), Uniform((64, 1024), (16, 128))
 MAX_CONTEXT = 2048
-KV_CACHE_GIB = 1
-"""Cache of each worker: more than the largest load needs."""
+KV_CACHE_GIB = 0.5
+"""Cache of each worker; the aggregated one has as much as those of a layout together."""
 REQUESTS_PER_USER = 3
 """Requests of each stream of a closed load."""
 OPEN_SHARE, BURSTS_CV = 0.8, 3.0
@@ -114,7 +114,8 @@ def settings_of(name: str, layout: str, model: str) -> dict[str, Any]:
     prefill: dict[str, Any] = {"replicas": num_prefill, "kv_cache_gib": KV_CACHE_GIB}
     decode: dict[str, Any] = {"replicas": num_decode, "kv_cache_gib": KV_CACHE_GIB}
     if name == AGGREGATED:
-        prefill, decode = {"replicas": 0}, {**decode, "replicas": 1}
+        memory = {"kv_cache_gib": KV_CACHE_GIB * (num_prefill + num_decode)}
+        prefill, decode = {"replicas": 0}, {"replicas": 1, **memory}
     if name in (SPLIT, "flexible-apart"):
         prefill["lend_cores"] = decode["lend_cores"] = False
     router = {"roles": "fixed" if name.startswith(SPLIT) else "flexible"}
