@@ -44,6 +44,17 @@ and the one that waits for the GPU take turns in each step. Python's own 5 ms ar
 are longer, and computed without the interpreter: there more turns only cost."""
 
 
+SPIN_COUNT = 10_000
+"""Looks of a thread of a CPU's team for work before it sleeps: 0.1 to 0.5 ms, longer than between two kernels.
+GNU's own 300,000 hold a core for up to 16 ms after each step, and a borrowed one until the borrower's step ends."""
+
+
+def limit_spinning() -> None:
+    """Have OpenMP's threads sleep soon, unless the environment says otherwise. It counts before torch is loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+
+
 @dataclass(frozen=True)
 class RankParts:
     """An engine with its cache, and both sides of KV transfer on the transports it has."""
