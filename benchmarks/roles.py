@@ -184,11 +184,12 @@ def _one(plan: Plan, arguments: argparse.Namespace) -> Figures | None:
         return None
     for fault in set(filter(None, map(fault_of, records))):
         say(f"a request failed: {fault}")
-    return judged(records, arguments.ttft_s, arguments.itl_s, plan.seconds)
+    seconds = None if isinstance(plan.arrivals, Closed) else plan.seconds
+    return judged(records, arguments.ttft_s, arguments.itl_s, seconds)
 
 
-def judged(records: Iterable[Record], ttft_s: float, itl_s: float, seconds: float) -> Figures:
-    """Return the figures of one load on one server; those of an open load are of `seconds`."""
+def judged(records: Iterable[Record], ttft_s: float, itl_s: float, seconds: float | None) -> Figures:
+    """Return the figures of one load on one server. Only an open load, of so many `seconds`, has a goodput."""
     records = list(records)
     figures = figures_of(records)
     answers = [one for one in records if fault_of(one) is None]
@@ -197,7 +198,7 @@ def judged(records: Iterable[Record], ttft_s: float, itl_s: float, seconds: floa
     return figures | {
         "requests_s": len(answers) / lasted_s if lasted_s else None,
         "attained": met / len(records) if records else None,
-        "goodput_s": met / seconds,
+        "goodput_s": met / seconds if seconds else None,
     }
 
 
