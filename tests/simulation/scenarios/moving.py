@@ -55,7 +55,8 @@ def make_moving(seed: int, *, with_faults: bool = False) -> Scenario:
     scenario = replace(
         base,
         num_prefill=num_prefill,
-        num_decode=num_lost + (1 if num_lost and draw.random() < 0.7 else draw.choice((1, 2) if num_prefill else (2, 3))),
+        num_decode=num_lost
+        + (1 if num_lost and draw.random() < 0.7 else draw.choice((1, 2) if num_prefill else (2, 3))),
         prefill_blocks=int(needed["prefill"] * room["prefill"]),
         decode_blocks=int(needed["decode"] * room["decode"]),
         swap_blocks=int(needed["decode"] * base.decode.swap_gib),
@@ -116,7 +117,10 @@ def _longer(draw: random.Random, one: Arrival) -> Arrival:
     )
     cancel_after_s = 40 * one.cancel_after_s if one.cancel_after_s is not None and draw.random() < 0.5 else None
     return replace(
-        one, at_s=one.at_s + draw.choice((0.0, 0.0, 2.0)) * draw.random(), request=request, cancel_after_s=cancel_after_s
+        one,
+        at_s=one.at_s + draw.choice((0.0, 0.0, 2.0)) * draw.random(),
+        request=request,
+        cancel_after_s=cancel_after_s,
     )
 
 
