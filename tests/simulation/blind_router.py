@@ -1,4 +1,4 @@
-"""A simulated router that asks for pulls which no live router would ask for, and whose answers and moves are watched."""
+"""A simulated router that asks for pulls which no live router would ask for; its answers and moves are watched."""
 
 import asyncio
 import random

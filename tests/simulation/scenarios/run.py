@@ -2,10 +2,10 @@
 
 What must hold, whatever the seed: each client gets exactly the oracle's tokens (those before it left), each index once
 and in order, and one end, soon; where nothing goes wrong, no prompt is computed twice; the blocks of a lost router's
-requests are free within a lease; afterwards no worker owns a block, no call, connection or task is left. No answer is written at two workers at once, and
-streams move as often as they may (blind_router.py). Only these
-requests may fail: in an overload with status 429, before the first token; those that kill engines, of which they get
-two at most; and, taken for such, one that two other faults have met on two workers in a row.
+requests are free within a lease; afterwards no worker owns a block, no call, connection or task is left. No answer is
+written at two workers at once, and streams move as often as they may (blind_router.py). Only these requests may fail:
+in an overload with status 429, before the first token; those that kill engines, of which they get two at most; and,
+taken for such, one that two other faults have met on two workers in a row.
 """
 
 import asyncio
