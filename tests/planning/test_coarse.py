@@ -11,6 +11,7 @@ from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.costs.profiles import SMALL
+from twostroke.router.routing.chooser import Roles
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import TracedRequest, serve
 from twostroke.worker.profile import CALL_S
@@ -31,9 +32,15 @@ def lengths(count: int, rate: float, seed: int = 0) -> list[tuple[float, int, in
 
 
 def coarse(
-    trace: list[tuple[float, int, int]], prefill: int, decode: int, *, slo: SLOConfig | None = None, candidates: int = 4
+    trace: list[tuple[float, int, int]],
+    prefill: int,
+    decode: int,
+    *,
+    slo: SLOConfig | None = None,
+    candidates: int = 4,
+    roles: Roles = "flexible",
 ) -> list[CoarseRequest]:
-    router = LiveRouter(slo or SLOConfig(), candidates=candidates)
+    router = LiveRouter(slo or SLOConfig(), candidates=candidates, roles=roles)
     fleet = CoarseFleet(SMALL, 0.0, math.inf, math.inf, router=router)
     requests = [CoarseRequest(*one) for one in trace]
     run(fleet, requests, lambda _: (prefill, decode), (prefill, decode), requests[-1].at_s)
@@ -41,7 +48,7 @@ def coarse(
 
 
 @cache
-def both(prefill: int, decode: int, rate: float) -> dict[str, tuple[list[float], list[float]]]:
+def both(prefill: int, decode: int, rate: float, roles: Roles) -> dict[str, tuple[list[float], list[float]]]:
     """TTFTs and TPOTs, exact and coarse."""
     trace = lengths(COUNT, rate)
     draw = random.Random(1)
@@ -50,12 +57,13 @@ def both(prefill: int, decode: int, rate: float) -> dict[str, tuple[list[float],
         asked,
         "kv_aware",
         SMALL,
+        roles=roles,
         prefill=prefill,
         decode=decode,
         prefill_cache_tokens=SMALL.kv_tokens,
         decode_cache_tokens=SMALL.kv_tokens,
     ).served[WARM:]
-    closed = coarse(trace, prefill, decode)[WARM:]
+    closed = coarse(trace, prefill, decode, roles=roles)[WARM:]
     return {
         "ttft": ([one.ttft_s for one in exact], [one.ttft_s + CALL_S for one in closed]),
         "tpot": ([one.tpot_s for one in exact], [one.tpot_s for one in closed]),
@@ -63,8 +71,12 @@ def both(prefill: int, decode: int, rate: float) -> dict[str, tuple[list[float],
 
 
 @pytest.mark.parametrize(("figure", "bound"), [("ttft", 0.2), ("tpot", 0.12)])
-@pytest.mark.parametrize("fleet", [(2, 2, 4.0), (0, 2, 3.0)])
-def test_small_fleets_are_as_quick_as_event_by_event(fleet: tuple[int, int, float], figure: str, bound: float) -> None:
+@pytest.mark.parametrize(
+    "fleet", [(2, 2, 4.0, "fixed"), (2, 2, 4.0, "flexible"), (1, 1, 2.5, "flexible"), (0, 2, 3.0, "fixed")]
+)
+def test_small_fleets_are_as_quick_as_event_by_event(
+    fleet: tuple[int, int, float, Roles], figure: str, bound: float
+) -> None:
     exact, closed = both(*fleet)[figure]
     assert sum(closed) == pytest.approx(sum(exact), rel=bound)
     for share in (50, 90):

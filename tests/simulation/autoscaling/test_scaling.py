@@ -124,7 +124,7 @@ def test_prompts_and_answers_share_steps_as_they_do_one_by_one() -> None:
     for request in closed:
         worker.read(request, 0.0)
     while worker.num_requests:
-        worker.end_one(worker.next_end_s())
+        worker.end_some(worker.next_end_s())
     for expected, found in zip(one_by_one, closed, strict=True):
         assert found.first_s == pytest.approx(expected.first_s, rel=0.03, abs=TPOT_S)
         assert found.last_s == pytest.approx(expected.last_s, rel=0.03, abs=TPOT_S)
