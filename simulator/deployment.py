@@ -85,6 +85,8 @@ class SimulatedRequest:
     refused: bool = False
     computed_twice: bool = False  # by the decode worker, though a prefill worker was asked to
     token_s: tuple[float, ...] = ()  # when the client was told of each event
+    ended_at: Role = "decode"  # role of the worker that wrote the last token
+    num_moves: int = 0  # times that its stream went on at another worker
 
 
 @dataclass(frozen=True)
@@ -365,7 +367,7 @@ class _Deployment:
             self._num_ended += 1
             if self.progress is not None:
                 self.progress(self._num_ended)
-        if stages.first_token is None or stages.finish is None:
+        if stages.first_token is None or stages.finish is None or stages.path is None:
             raise RuntimeError(f"{request.request_id} has ended without a token")
         return replace(
             served,
@@ -373,6 +375,8 @@ class _Deployment:
             ttft_s=stages.first_token - stages.arrive + self._http_s / 2,
             tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
             computed_twice=stages.transfer_s == 0.0,
+            ended_at=stages.path.decode.role,
+            num_moves=stages.attempts - 1,
             token_s=tuple(moment - self._began_s + self._http_s / 2 for moment in token_s),
         )
 

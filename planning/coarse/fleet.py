@@ -289,6 +289,7 @@ class _Run:
                 fleet.prefilled += 1
                 fleet.prefilled_tokens += request.prompt_tokens
             if request.last_s < math.inf:
+                request.ended_at = worker.role
                 self._ended(request, request.last_s)
             elif request.target is not None and request.target is not worker:
                 self._send(request, request.target)

@@ -208,7 +208,7 @@ class LiveRouter:
         peer = Peer(f"simulated-{self._num_known}", 1)
         self._layout = self._layout or profile.layout
         info = WorkerInfo(
-            role="prefill" if isinstance(worker, CoarsePrefillWorker) else "decode",
+            role=worker.role,
             peer=peer,
             token_address=Address("", 0),
             transfer_addresses=(Address("", 0),),

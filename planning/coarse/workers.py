@@ -13,10 +13,12 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy
+from twostroke.protocol.stats import Role
 from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.scheduling.policy import StepBudget
 from twostroke.worker.scheduling.step import PromptBudget
@@ -35,6 +37,7 @@ class CoarseRequest:
     is_refused: bool = False
     came_s: float = math.inf  # when its stream came to the worker that writes it
     num_moves: int = 0
+    ended_at: Role = "decode"  # role of the worker that wrote the last token
 
     @property
     def ttft_s(self) -> float:
@@ -65,6 +68,8 @@ class CoarseWorker:
 
     `read` takes requests whose prompts are to be computed here, `join` those whose KV is here.
     """
+
+    role: ClassVar[Role]
 
     def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float, tpot_s: float = math.inf) -> None:
         self.profile = profile
@@ -196,6 +201,8 @@ class CoarsePrefillWorker(CoarseWorker):
     While there are prompts, each row gets a token a step.
     """
 
+    role = "prefill"
+
     def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float, tpot_s: float = math.inf) -> None:
         super().__init__(profile, ordered_s, ready_s, tpot_s)
         self.free_s = 0.0
@@ -302,6 +309,8 @@ class Prompt:
 
 class CoarseDecodeWorker(CoarseWorker):
     """Prompts are computed one after the other in what the rows leave of each step's time."""
+
+    role = "decode"
 
     def __init__(self, profile: WorkerProfile, ordered_s: float, ready_s: float, tpot_s: float = math.inf) -> None:
         super().__init__(profile, ordered_s, ready_s, tpot_s)
