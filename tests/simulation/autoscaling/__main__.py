@@ -65,7 +65,7 @@ def main() -> None:
     if options.begin is not None:
         cases = [(begun_later(trace, options.begin), setting) for trace, setting in cases]
     if options.aggregated:
-        cases = [(trace, replace(setting, is_aggregated=True)) for trace, setting in cases]
+        cases = [(trace, replace(setting, mode="aggregated")) for trace, setting in cases]
     print(json.dumps([compare(trace, setting, cooldowns) for trace, setting in cases]))
 
 

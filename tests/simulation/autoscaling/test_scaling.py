@@ -131,7 +131,7 @@ def test_prompts_and_answers_share_steps_as_they_do_one_by_one() -> None:
     assert worker.held_tokens == 0
 
 
-AGGREGATED = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, is_aggregated=True)
+AGGREGATED = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, mode="aggregated")
 
 
 def test_an_aggregated_fleet_follows_a_day_for_part_of_a_fixed_fleets_hours() -> None:
