@@ -38,8 +38,9 @@ _COMMANDS = {
     "await": ("cluster.commands.application:await", "wait until the application that `serve deploy` deployed runs"),
     "drain": (
         "cluster.commands.application:drain",
-        "let running answers end before `serve shutdown`",
+        "let running answers end before `serve shutdown`, or move away from one worker",
     ),
+    "role": ("cluster.commands.workers:role", "have a worker prefer prompts, streams or neither, while it serves"),
     "doctor": (
         "cluster.commands.doctor",
         "test every KV path of a running server, and say what is missing",

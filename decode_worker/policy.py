@@ -1,4 +1,7 @@
-"""The role of decode workers: streams flow, and prompts beside them lengthen a step by little. Pure."""
+"""The role of decode workers: streams flow, and prompts beside them lengthen a step by little. Pure.
+
+`EvenPolicy` is that of a worker that is asked to prefer neither.
+"""
 
 from typing import ClassVar
 
@@ -12,6 +15,13 @@ class DecodePolicy(StepPolicy):
 
     longest_chunk: ClassVar[int] = 384
     most_stall_s: ClassVar[float] = 0.25
+
+
+class EvenPolicy(StepPolicy):
+    """Lets prompts lengthen a step by more than streams like, and by less than prompts do."""
+
+    longest_chunk: ClassVar[int] = 1024
+    most_stall_s: ClassVar[float] = 0.35
 
 
 def decode_role(config: DecodeConfig) -> WorkerRole:

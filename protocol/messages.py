@@ -27,7 +27,7 @@ from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE, BlockedRequest
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.requests import NO_REQUEST, Address, LogContext, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.protocol.stats import TransferStats, WorkerStats
+from twostroke.protocol.stats import StepRole, TransferStats, WorkerStats
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -145,10 +145,23 @@ class Cancel(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Router to worker: it is being taken down. It begins nothing new, and gives back what it has not begun.
+    """Router to worker: begin nothing new, and give back what has not begun, since the worker is being taken down.
 
-    Where that was a mistake, the keeper of the worker lets it go on (`WorkerLife.stay`).
+    Where that was a mistake, the keeper of the worker lets it go on (`Worker.resume`), unless an operator has ordered
+    it (`is_ordered`): then the worker drains until a Resume.
     """
+
+    is_ordered: bool = False
+
+
+class Resume(Message, frozen=True):
+    """Router to worker: take requests again. It takes an operator's order back."""
+
+
+class ChangeRole(Message, frozen=True):
+    """Router to worker: let steps prefer prompts, streams or neither from now on."""
+
+    role: StepRole
 
 
 class PrefillFailed(Message, frozen=True):

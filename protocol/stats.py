@@ -76,6 +76,22 @@ Role = Literal["prefill", "decode"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
+StepRole = Literal["prefill", "decode", "even"]
+"""The preference of a worker's steps: prompts, streams, or neither. A worker begins with that of its role, and may be
+asked for another while it serves."""
+
+STEP_ROLES: tuple[StepRole, ...] = get_args(StepRole)
+
+
+def role_of(info: "WorkerInfo", stats: "WorkerStats | None") -> Role:
+    """Return the role by which a worker is chosen now; an even one computes prompts for itself, as decode workers do.
+
+    It is the worker's own until its numbers say otherwise.
+    """
+    if stats is None or stats.step_role is None:
+        return info.role
+    return "prefill" if stats.step_role == "prefill" else "decode"
+
 
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker's fixed facts, published when it starts."""
@@ -159,6 +175,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     tightest_tpot_s: float | None = None  # among them, as far as it can be kept at all; None: nothing is promised
     costs: StepCosts | None = None  # how long steps take here; None: too few have run yet
     is_draining: bool = False  # takes no new requests
+    step_role: StepRole | None = None  # None: that of its WorkerInfo
     flops: float = 0.0  # counter: of the model's products and attention
     read_bytes: float = 0.0  # counter: of weights and KV that steps have read
     peak_flops_per_s: float = 0.0  # of the machine, for one worker; 0: not known

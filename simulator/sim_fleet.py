@@ -11,11 +11,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.policy import decode_role
+from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy, decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.step import Engine
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.policy import prefill_role
+from twostroke.prefill_worker.policy import PrefillPolicy, prefill_role
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
@@ -25,6 +25,7 @@ from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingP
 from twostroke.simulator.memory_transport import LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.worker.deps import WorkerDeps
+from twostroke.worker.role import Policies
 from twostroke.worker.worker import Worker
 
 SECRET = b"the simulation's secret"
@@ -145,7 +146,8 @@ class SimFleet(Generic[EngineT]):
             peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
         )
         worker_role = prefill_role(plan.prefill) if is_prefill else decode_role(plan.decode)
-        return Worker(worker_role, deps, swap_space), engine, parts
+        policies: Policies = {"prefill": PrefillPolicy, "decode": DecodePolicy, "even": EvenPolicy}
+        return Worker(worker_role, deps, swap_space, policies), engine, parts
 
     def crash(self, process: SimProcess[EngineT]) -> None:
         """Take a worker away at once."""

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from twostroke.kvtransfer.ranks import Incoming, Outgoing
-from twostroke.protocol.errors import CallCancelled, TwostrokeError
+from twostroke.protocol.errors import CallCancelled, EpochMismatch, RequestError, TicketRefused, TwostrokeError
 from twostroke.protocol.requests import (
     DecodeReply,
     FinishReason,
     GenerateRequest,
+    Peer,
     PrefillReply,
     Ticket,
     TokenEvent,
@@ -132,3 +133,23 @@ class DecodeCall(WorkerCall[DecodeReply]):
 
     def cancelled(self) -> None:
         self.finish(None)
+
+
+def check_ticket(request: GenerateRequest, ticket: Ticket, end: Peer, worker: Peer) -> None:
+    """Raises TicketRefused or EpochMismatch where the ticket's `end` is not this worker.
+
+    Its signature is checked by its target, which has the blocks.
+    """
+    if end.worker_id != worker.worker_id or ticket.request_id != request.request_id:
+        raise TicketRefused(f"the ticket is for {ticket.request_id} on {end.worker_id}")
+    if end.epoch != worker.epoch:
+        raise EpochMismatch(f"worker {worker.worker_id} has restarted since the ticket was made out")
+
+
+def grammar_too_complex() -> RequestError:
+    """Return the error of an answer that leaves its grammar no next token."""
+    return RequestError(
+        "the answer has reached a point where its schema or grammar can't be followed: no token may come next there, "
+        "or finding one takes too long: make it simpler",
+        code="grammar_too_complex",
+    )

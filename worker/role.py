@@ -1,15 +1,20 @@
 """A role of a worker: the settings and the step policy by which it is a prefill or a decode worker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from twostroke.protocol.stats import Role, StepCosts
+from twostroke.protocol.stats import Role, StepCosts, StepRole
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.policy import StepPolicy
 from twostroke.worker.scheduling.preemption import PreemptionMode
 
 MakePolicy = Callable[[WorkerConfig, Callable[[], StepCosts | None], BlockPool], StepPolicy]
+
+Policies = Mapping[StepRole, MakePolicy]
+"""The step policies of the roles that a worker can change to."""
+
+NO_OTHERS: Policies = {}
 
 
 @dataclass(frozen=True)

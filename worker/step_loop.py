@@ -55,6 +55,7 @@ class StepLoop:
     is_draining: bool = field(default=False, init=False)
     """True while the worker takes no new requests, since it is to end, or a router has said so."""
     _is_ending: bool = field(default=False, init=False)  # draining, and for good
+    _is_ordered: bool = field(default=False, init=False)  # an operator has it drain
     _is_stopping: bool = field(default=False, init=False)
     _task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -97,13 +98,15 @@ class StepLoop:
         if self.is_draining:
             raise WorkerLeaving(f"worker {self.worker_id} is draining")
 
-    def stop_taking_requests(self) -> None:
-        """Refuse new requests, until `resume`."""
+    def stop_taking_requests(self, *, is_ordered: bool = False) -> None:
+        """Refuse new requests until `resume`; with `is_ordered`, until an operator's own."""
         self.is_draining = True
+        self._is_ordered = self._is_ordered or is_ordered
 
-    def resume(self) -> None:
-        """Take requests again, unless the worker is to end."""
-        self.is_draining = self._is_ending
+    def resume(self, *, is_ordered: bool = False) -> None:
+        """Take requests again, unless the worker is to end, or an operator has it drain."""
+        self._is_ordered = self._is_ordered and not is_ordered
+        self.is_draining = self._is_ending or self._is_ordered
 
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""

@@ -21,6 +21,7 @@ from twostroke.protocol.messages import (
     BlocksChanged,
     BlocksHeld,
     Cancel,
+    ChangeRole,
     Drain,
     Hello,
     KVNotSent,
@@ -29,6 +30,7 @@ from twostroke.protocol.messages import (
     Refuse,
     ReportBlocks,
     RequestsBlocked,
+    Resume,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -37,7 +39,7 @@ from twostroke.protocol.messages import (
 from twostroke.protocol.network import Connection, Listener, Network
 from twostroke.protocol.requests import Address, LogContext, Peer, Ticket, TokenEvent
 from twostroke.protocol.settings import Count, Section
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.stats import StepRole, WorkerStats
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +83,11 @@ class TokenServerWorker(Protocol):
 
     def stats(self) -> WorkerStats: ...
 
-    def leave(self) -> None: ...
+    def leave(self, *, is_ordered: bool) -> None: ...
+
+    def resume(self, *, is_ordered: bool) -> None: ...
+
+    def change_role(self, role: StepRole) -> None: ...
 
 
 @dataclass(eq=False)
@@ -212,8 +218,12 @@ class TokenServer:
             match message:
                 case Cancel(request_id):
                     self.worker.cancel(request_id)
-                case Drain():
-                    self.worker.leave()
+                case Drain(is_ordered):
+                    self.worker.leave(is_ordered=is_ordered)
+                case Resume():
+                    self.worker.resume(is_ordered=True)
+                case ChangeRole(role):
+                    self.worker.change_role(role)
                 case PrefillFailed(request_id):
                     self.worker.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt, log_context):

@@ -17,6 +17,7 @@ deployments; tests/simulation runs them on virtual time.
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,6 @@ from typing import TypeVar
 from twostroke.kvtransfer.offers import AwaitedOffers
 from twostroke.model.step import Constraint
 from twostroke.protocol.errors import (
-    EpochMismatch,
     RequestError,
     TicketRefused,
     TwostrokeError,
@@ -40,19 +40,18 @@ from twostroke.protocol.requests import (
     DecodeReply,
     GenerateRequest,
     LogContext,
-    Peer,
     PrefillReply,
     ScoringParams,
     Ticket,
     TokenEvent,
     check_request,
 )
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats
 from twostroke.worker.call_log import failed_alone, logged
-from twostroke.worker.calls import DecodeCall, PrefillCall
+from twostroke.worker.calls import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.experts.expert_load import ExpertLoad
-from twostroke.worker.role import WorkerRole
+from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
@@ -64,19 +63,32 @@ from twostroke.worker.transfers.link_probe import LinkProbe
 from twostroke.worker.transfers.prompt_receiving import PromptReceiver
 from twostroke.worker.transfers.prompt_sending import PromptSender
 from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
-from twostroke.worker.worker_stats import Utilization, WorkerCounters, queued_work, tightest_tpot_s, transfer_fields
+from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
 
 ReplyT = TypeVar("ReplyT")
+
+_log = logging.getLogger(__name__)
 
 
 class Worker:
     """Runs one engine's steps. `start` starts the receiver, `stop` closes receiver and sender."""
 
-    def __init__(self, role: WorkerRole, deps: WorkerDeps, swap_space: HostBlocks | None = None):
-        """`swap_space` is the engine's; None where preempted requests' KV is not kept."""
+    def __init__(
+        self,
+        role: WorkerRole,
+        deps: WorkerDeps,
+        swap_space: HostBlocks | None = None,
+        policies: Policies = NO_OTHERS,
+    ):
+        """`swap_space` is the engine's; None where preempted requests' KV is not kept.
+
+        `policies` are those of the roles that the worker can change to.
+        """
         config = role.config
         self._deps = deps
         self._role = role
+        self._step_role: StepRole = role.name
+        self._policies = policies
         self._config = config
         self._peer = deps.peer
         self._clock = deps.clock
@@ -138,38 +150,24 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """Return the worker's numbers now."""
-        deps, scheduler, balance = self._deps, self._scheduler, self._deps.expert_balance
-        space, host_pool = self._swap_space, self._swapping.pool
-        queued = queued_work(scheduler.waiting_work())
-        contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in scheduler.decoding]
+        deps, balance = self._deps, self._deps.expert_balance
         self._costs.take_in()  # a router that sends nothing here for its costs would otherwise never see better ones
         costs = self._costs.costs()
         return WorkerStats(
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_decoding=scheduler.num_decoding,
-            num_waiting_tokens=sum(of_class.tokens for of_class in queued),
             free_blocks=deps.pool.free_blocks,
             total_blocks=deps.pool.num_blocks,
             owned_blocks=deps.pool.owned_blocks,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            preemptions=scheduler.preemptor.num_preemptions,
-            swaps=self._swapping.num_swaps,
-            swap_bytes=0 if space is None else space.num_bytes,
-            swap_seconds=0.0 if space is None else space.seconds,
-            swapped_blocks=0 if host_pool is None else host_pool.owned_blocks,
             broken_logit_rows=deps.engine.num_broken_rows,
             collection_seconds=collection_seconds(),
-            queued=queued,
-            context_tokens=sum(num_tokens for _, num_tokens in contexts),
-            tightest_tpot_s=tightest_tpot_s(contexts, costs),
             costs=costs,
             is_draining=self._loop.is_draining,
+            step_role=self._step_role,
             gpu=deps.gpu_use(),
             expert_skews=() if self._expert_load is None else self._expert_load.skews(),
             expert_copies=0 if balance is None else balance.num_copies,
             expert_imbalances=() if balance is None else balance.imbalances(),
+            **scheduler_fields(self._scheduler, costs),
+            **swap_fields(self._swapping, self._swap_space),
             **transfer_fields((deps.sender.stats, deps.receiver.stats)),
             **asdict(self._counters),
             **self._utilization.fields(),
@@ -179,9 +177,25 @@ class Worker:
         """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
         self._loop.check_health()
 
-    def resume(self) -> None:
-        """Take requests again, unless the worker is to end: the router that said so was wrong."""
-        self._loop.resume()
+    def resume(self, *, is_ordered: bool = False) -> None:
+        """Take requests again, unless the worker is to end, or an operator has it drain (`is_ordered` ends that)."""
+        self._loop.resume(is_ordered=is_ordered)
+        if is_ordered:
+            self._token_server.send_stats()
+
+    def change_role(self, role: StepRole) -> None:
+        """Let steps prefer prompts, streams or neither from now on.
+
+        Weights, compiled kernels, the prefix cache and all requests stay; so do the settings of the role that the
+        worker began with. A role without a policy here is ignored.
+        """
+        if role == self._step_role or role not in self._policies:
+            return
+        _log.info("worker %s changes its role from %s to %s", self._peer.worker_id, self._step_role, role)
+        self._step_role = role
+        self._scheduler.policy = self._policies[role](self._config, self._costs.costs, self._deps.pool)
+        self._token_server.send_stats()
+        self._loop.wake()
 
     def engine_lost(self, reason: str) -> None:
         """Let the worker die of an engine that can't go on."""
@@ -239,7 +253,7 @@ class Worker:
     async def _prefill(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> PrefillReply:
         self._check_new(request, pull)
         if ticket is not None:
-            self._check_ticket(request, ticket, ticket.source)
+            check_ticket(request, ticket, ticket.source, self._peer)
         now = self._clock()
         with self._declining(pull):
             job = self._scheduler.add(request, now=now, is_prefill_only=True, awaits_offer=pull is not None)
@@ -379,7 +393,7 @@ class Worker:
             if constraint is None or job.has_ended:
                 continue
             if constraint.has_failed(part.start + len(part.token_ids)):
-                self._abort(self._call_of(job), "its grammar can't be followed", _grammar_too_complex())
+                self._abort(self._call_of(job), "its grammar can't be followed", grammar_too_complex())
         drawing = [job.request.request_id for job in step.drawing]
         broken = self._logits.step_ended(self._deps.engine.num_broken_rows, drawing)
         if broken is not None:
@@ -396,14 +410,7 @@ class Worker:
         if request.grammar and self._deps.grammars is None:
             raise RequestError("this worker can't hold an answer to a grammar", code="grammar_unsupported")
         if pull is not None:
-            self._check_ticket(request, pull, pull.target)
-
-    def _check_ticket(self, request: GenerateRequest, ticket: Ticket, own_end: Peer) -> None:
-        """Check the ticket's end that should be here. Its signature is checked by its target, which has the blocks."""
-        if own_end.worker_id != self._peer.worker_id or ticket.request_id != request.request_id:
-            raise TicketRefused(f"the ticket is for {ticket.request_id} on {own_end.worker_id}")
-        if own_end.epoch != self._peer.epoch:
-            raise EpochMismatch(f"worker {self._peer.worker_id} has restarted since the ticket was made out")
+            check_ticket(request, pull, pull.target, self._peer)
 
     @contextmanager
     def _declining(self, pull: Ticket | None) -> Iterator[None]:
@@ -511,9 +518,12 @@ class Worker:
         """Send what the prefix cache holds of these tokens."""
         self._exports.send_prefix(ticket, token_ids, cache_salt, log_context)
 
-    def leave(self) -> None:
-        """Take no new requests, since the worker is being taken down. Requests that have not begun go elsewhere."""
-        self._loop.stop_taking_requests()
+    def leave(self, *, is_ordered: bool = False) -> None:
+        """Take no new requests until `resume`. Requests that have not begun go elsewhere.
+
+        `is_ordered`: an operator's order, which `resume` does not take back unless the operator does.
+        """
+        self._loop.stop_taking_requests(is_ordered=is_ordered)
         for call in list(self._calls.values()):
             if not call.has_begun:
                 reason = f"worker {self._peer.worker_id} is leaving"
@@ -586,11 +596,3 @@ class Worker:
 
 
 _NO_SCORES = ScoringParams()
-
-
-def _grammar_too_complex() -> RequestError:
-    return RequestError(
-        "the answer has reached a point where its schema or grammar can't be followed: no token may come next there, "
-        "or finding one takes too long: make it simpler",
-        code="grammar_too_complex",
-    )

@@ -10,6 +10,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
 from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
+from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
+from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.step_costs import StepContent
 
 
@@ -75,6 +77,34 @@ class Utilization:
             (self.flops - flops) / seconds / self._limits.gemm,
             (self.read_bytes - read_bytes) / seconds / self._limits.read,
         )
+
+
+def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str, Any]:
+    """Return the fields of WorkerStats that describe the requests that are here."""
+    queued = queued_work(scheduler.waiting_work())
+    contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in scheduler.decoding]
+    return {
+        "num_waiting": scheduler.num_waiting,
+        "num_running": scheduler.num_running,
+        "num_decoding": scheduler.num_decoding,
+        "num_waiting_tokens": sum(of_class.tokens for of_class in queued),
+        "prefix_queries": scheduler.prefix_queries,
+        "prefix_hits": scheduler.prefix_hits,
+        "preemptions": scheduler.preemptor.num_preemptions,
+        "queued": queued,
+        "context_tokens": sum(num_tokens for _, num_tokens in contexts),
+        "tightest_tpot_s": tightest_tpot_s(contexts, costs),
+    }
+
+
+def swap_fields(swapping: Swapping, space: HostBlocks | None) -> dict[str, Any]:
+    """Return the fields of WorkerStats that describe KV in host memory."""
+    return {
+        "swaps": swapping.num_swaps,
+        "swap_bytes": 0 if space is None else space.num_bytes,
+        "swap_seconds": 0.0 if space is None else space.seconds,
+        "swapped_blocks": 0 if swapping.pool is None else swapping.pool.owned_blocks,
+    }
 
 
 def transfer_fields(sides: Sequence[TransferStats]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class ScalingView:
 
     samples: Mapping[str, RouterSample]  # by router, as they told last
     routers: Collection[str]  # that run
-    targets: Mapping[Role, int]
+    targets: Mapping[Role, int]  # workers of each deployment
     at_s: float  # of a monotonic clock
     now: float  # seconds since 1970, for people
 
@@ -68,12 +68,36 @@ def take_sample(before: State | None, view: ScalingView, order: ScalingOrder) ->
     fresh = {router: one for router, one in view.samples.items() if router in heard}
     if not fresh:
         return _blind(state, view), False
-    signals = signals_of(fresh, counted, view.targets, order.gpus_each)
+    targets = _role_targets(state.scaling, view)
+    signals = signals_of(fresh, counted, targets, order.gpus_each)
     decision, memory = decide(signals, state.memory, order.config)
     state = replace(state, memory=memory, told_s=view.at_s)
     if Reason.BETWEEN in (decision.prefill_reason, decision.decode_reason):
         return state, False
-    return replace(state, scaling=_scaling(state.scaling, decision, view, order)), True
+    return replace(state, scaling=_scaling(state.scaling, decision, view, order, targets)), True
+
+
+def _role_targets(last: Scaling | None, view: ScalingView) -> Mapping[Role, int]:
+    """Return the workers that there are to be of each role: as decided last, if that is what Serve keeps to."""
+    if last is not None and last.homes == view.targets:
+        return last.targets
+    return view.targets
+
+
+def homes_of(targets: Mapping[Role, int], homes: Mapping[Role, int]) -> dict[Role, int]:
+    """Return the workers of each deployment by which there are as many of each role, with the fewest starts and ends.
+
+    `homes` are those there are; the others change their roles.
+    """
+    missing = sum(targets.values()) - sum(homes.values())
+    result = dict(homes)
+    for role, target in targets.items():
+        gap = target - homes[role]
+        change = min(missing, gap) if missing > 0 else max(missing, gap)
+        if gap * missing > 0:
+            result[role] += change
+            missing -= change
+    return result
 
 
 def _blind(state: State, view: ScalingView) -> State:
@@ -84,16 +108,22 @@ def _blind(state: State, view: ScalingView) -> State:
     return state
 
 
-def _scaling(before: Scaling | None, decision: ScalingDecision, view: ScalingView, order: ScalingOrder) -> Scaling:
-    """The decision as it is told to everybody; changes are logged."""
+def _scaling(
+    before: Scaling | None,
+    decision: ScalingDecision,
+    view: ScalingView,
+    order: ScalingOrder,
+    targets: Mapping[Role, int],
+) -> Scaling:
+    """The decision as it is told to everybody; changes of the `targets` of before are logged."""
     roles: dict[Role, RoleScaling] = {}
     changed_at: float | None
     change: str | None
     decisions = {} if before is None else dict(before.decisions)
     for role in order.roles:
         target, reason = _of(decision, role)
-        if target != view.targets[role]:
-            _log.info("autoscaling: %s workers from %d to %d (%s)", role, view.targets[role], target, reason)
+        if target != targets[role]:
+            _log.info("autoscaling: %s workers from %d to %d (%s)", role, targets[role], target, reason)
             changed_at, change = view.now, str(reason)
         elif before is not None and role in before.roles:
             changed_at, change = before.roles[role].changed_at, before.roles[role].change
@@ -101,7 +131,10 @@ def _scaling(before: Scaling | None, decision: ScalingDecision, view: ScalingVie
             changed_at, change = None, None
         roles[role] = RoleScaling(target, str(reason), changed_at, change)
         decisions[role] = dict(Counter(decisions.get(role, {})) + Counter([str(reason)]))
-    return Scaling(view.now, roles, decision.demand, decisions)
+    homes = None
+    if order.config.change_roles:
+        homes = homes_of({role: one.target for role, one in roles.items()}, view.targets)
+    return Scaling(view.now, roles, decision.demand, decisions, homes)
 
 
 def _of(decision: ScalingDecision, role: Role) -> tuple[int, Reason]:

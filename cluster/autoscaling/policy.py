@@ -130,6 +130,14 @@ WORTH_MOVING = 1.2
 """A GPU changes roles only where the worse served role is then served by so much better: a restart costs something."""
 
 
+def role_changes(decision: ScalingDecision, signals: Signals) -> int:
+    """Return how many workers a decision has change from decode to prefill; negative: the other way."""
+    p, d = decision.prefill - signals.prefill.target, decision.decode - signals.decode.target
+    if p > 0 > d:
+        return min(p, -d)
+    return -min(-p, d) if d > 0 > p else 0
+
+
 @dataclass(frozen=True)
 class Claim:
     """Current, wanted and allowed number of workers of a role."""
@@ -222,11 +230,14 @@ def decide(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig) ->
         kept = ScalingDecision(signals.prefill.target, signals.decode.target, Reason.BETWEEN, Reason.BETWEEN)
         return kept, memory
     decision = _decision(_with_known_costs(signals, memory), memory, config)
+    to_prefill = 0
+    if config.change_roles:  # what is neither a start nor an end is no change of a role's number
+        to_prefill = role_changes(decision, signals)
     return decision, replace(
         memory,
         decided_s=now_s,
-        prefill=memory.prefill.changed(signals.prefill.target, decision.prefill, now_s),
-        decode=memory.decode.changed(signals.decode.target, decision.decode, now_s),
+        prefill=memory.prefill.changed(signals.prefill.target + to_prefill, decision.prefill, now_s),
+        decode=memory.decode.changed(signals.decode.target - to_prefill, decision.decode, now_s),
     )
 
 
@@ -248,6 +259,8 @@ def _decision(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig)
     prefill, decode = (Needs(*both, idle) for both in zip(needs, least, strict=True))
     p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
     d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
+    if config.change_roles:
+        p, d = _with_role_changes(signals, p, d, prefill, decode, config)
     claims = (
         Claim(signals.prefill.target, _needed(prefill.need, p), p.workers, config.prefill, signals.prefill.gpus_each),
         Claim(signals.decode.target, _needed(decode.need, d), d.workers, config.decode, signals.decode.gpus_each),
@@ -256,6 +269,30 @@ def _decision(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig)
     gave = (counts[0] < min(p.workers, claims[0].has), counts[1] < min(d.workers, claims[1].has))
     reasons = (_reason(p, claims[0].has, counts[0], gave[1]), _reason(d, claims[1].has, counts[1], gave[0]))
     return ScalingDecision(*counts, *reasons, demand=_numbers(signals, window, memory, prefill, decode))
+
+
+def _with_role_changes(
+    signals: Signals, p: Wish, d: Wish, prefill: Needs, decode: Needs, config: AutoscalingConfig
+) -> tuple[Wish, Wish]:
+    """Have a role give the other one what that lacks and it can spare itself, however lately it has changed.
+
+    Nothing is lost by it, as the worker can change back at once: so it waits for no cooldown.
+    """
+    if count := _to_change(signals.prefill, p, prefill, config.prefill, signals.decode, d):
+        return Wish(signals.prefill.target - count, Reason.GIVEN), d
+    if count := _to_change(signals.decode, d, decode, config.decode, signals.prefill, p):
+        return p, Wish(signals.decode.target - count, Reason.GIVEN)
+    return p, d
+
+
+def _to_change(
+    giver: RoleSignals, wished: Wish, needs: Needs, limits: RoleLimits, taker: RoleSignals, taken: Wish
+) -> int:
+    """Return how many of the giver's workers are to change their role, beyond those that it gives back anyway."""
+    if not needs.need.known or wished.workers < giver.target:
+        return 0
+    least = max(limits.min, needs.least.workers)
+    return max(0, min(taken.workers - taker.target, giver.target - least))
 
 
 def _joint_needs(

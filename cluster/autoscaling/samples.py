@@ -21,12 +21,12 @@ class Reason(StrEnum):
     BACKLOG = "backlog"  # what waits would not be worked off in time
     BELOW_MIN = "below_min"  # fewer than the configuration allows
     COSTS_UNKNOWN = "costs_unknown"  # requests wait, and nobody knows yet how long steps take: one more
-    TAKEN = "taken"  # the budget is used up, and the other role could spare one
+    TAKEN = "taken"  # the other role could spare one
 
     # Fewer
     SPARE = "spare"  # the last `cooldown_s` would have been served by fewer
     IDLE = "idle"  # nothing came for `cooldown_s`
-    GIVEN = "given"  # the budget is used up, and the other role needs it more
+    GIVEN = "given"  # the other role needs it more
     ABOVE_MAX = "above_max"  # more than the configuration or the budget allows
 
     # As many

@@ -50,8 +50,8 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
     try:  # what is raised here would keep Serve from looking after any of its applications
         state, has_decided = _look(state, named, at_s)
         if has_decided and state.scaling is not None:
-            targets = state.scaling.targets
-            decisions = {named[DEPLOYMENTS[role]].deployment_id: target for role, target in targets.items()}
+            replicas = state.scaling.replicas
+            decisions = {named[DEPLOYMENTS[role]].deployment_id: count for role, count in replicas.items()}
             publish(str(decode.app_name), state.scaling)  # last: what nobody is told of holds all the same
     except Exception:
         outcome = "nobody is told of a decision" if decisions else "a decision failed, the number of workers stays"

@@ -2,7 +2,7 @@
 
 `serve deploy` reports success once the cluster has taken the file; `await` waits until the application runs. `serve
 shutdown` ends the proxies first and cuts every stream; `drain` lets them end. Both run on a node of the Ray cluster,
-with Ray's token in the environment.
+with Ray's token in the environment. `drain WORKER` is about one worker, and asks the server.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from twostroke.cluster.commands.workers import drain_workers
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
 
@@ -75,6 +76,15 @@ def _status(address: str, app_name: str) -> Mapping[str, Any] | None:
 
 
 def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "worker",
+        metavar="WORKER",
+        nargs="?",
+        help="one worker, by its id or the beginning of it, or all of a host, by its address, instead of the whole "
+        "application: running answers move to other workers",
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the worker's server (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="have the worker take requests again")
     parser.add_argument("--address", default="auto", help="of Ray's head, as HOST:6379 (default: this node's Ray)")
     parser.add_argument("--app", default="twostroke", help="the application's name (default: %(default)s)")
     parser.add_argument(
@@ -94,6 +104,10 @@ def run_drain(arguments: argparse.Namespace) -> int:
     for name in ("grace", "notice"):
         if not 0 <= getattr(arguments, name) <= MOST_S:
             raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MOST_S:g}")
+    if arguments.worker is not None:
+        return drain_workers(arguments.url, arguments.worker, grace_s=arguments.grace, is_resumed=arguments.resume)
+    if arguments.resume:
+        raise ConfigError("--resume: name a worker; an application that was drained takes `serve deploy`")
     _check_reachable(arguments.address)
     import ray
     from ray.serve.exceptions import RayServeException

@@ -50,6 +50,10 @@ class AutoscalingConfig(Section):
     """Share of the last `cooldown_s`' requests that fewer workers must have served in time for a role to shrink."""
     spare: Annotated[float, Ge(0), Lt(1)] = 0.15
     """Share of each role's capacity that is kept free."""
+    change_roles: bool = True
+    """A role that lacks workers takes those that the other one can spare by changing their roles, which takes a second,
+    before any are started. Only with `router.roles: flexible`, and where workers of both roles have the same GPUs and
+    ranks."""
     reversals_per_hour: Annotated[int, Ge(2)] = 2
     """Changes of direction per hour. A role shrinks only if shrinking and growing back would stay within this number:
     with 2, a role that shrank and grew back within the last hour does not shrink again."""

@@ -375,9 +375,10 @@ class RouterSection(Placement, PipelineConfig):
     without a dot, those under `.localhost`, `.local`, `.internal` and `.svc`, and the machine's own are known; another
     name may be one that somebody's page has lead here (docs/start.md#other-sites-pages). With API keys any name is
     taken."""
-    drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 20.0
-    """Seconds that requests on a leaving worker get (scale-down, rolling update); the rest continues on other workers.
-    Serve ends the worker's process at most 10 s later."""
+    drain_grace_s: Annotated[float, Ge(0), Le(3600)] = 10.0
+    """Seconds that requests on a leaving worker get (scale-down, rolling update). Running streams move to workers with
+    room at once, which takes a second or two; what is left then is computed again elsewhere. Serve ends the worker's
+    process at most 5 s later, and leaves a node that is to end so long before its deadline."""
     stream_grace_s: Annotated[float, Ge(0), Le(86400)] = 60.0
     """Seconds that streams of a leaving router get. No other router can continue them; longer ones are cut."""
     drain_notice_s: Annotated[float, Ge(0), Le(600)] = 0.0

@@ -236,7 +236,7 @@ class RouterReplica:
     def _workers(self) -> Mapping[Role, int]:
         """Return how many workers of each role there should be now."""
         scaling = self._scaling()
-        return self._expected if scaling is None else {**self._expected, **scaling.targets}
+        return self._expected if scaling is None else {**self._expected, **scaling.replicas}
 
     async def reading(self) -> RouterMetricsSample | None:
         """This router's numbers, for another one's scrape; None until it has any."""

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from twostroke.cluster.deployments.router import RouterReplica, RouterSettings, 
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, worker_options
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import to_plain
-from twostroke.protocol.stats import Role
+from twostroke.protocol.stats import ROLES, Role
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,16 @@ def _scaling_order(config: ClusterConfig) -> ScalingOrder | None:
         # Left out, as `prefill.replicas` says.
         scaling = scaling.model_copy(update={"prefill": RoleLimits(min=0, max=0)})
     roles = tuple(role for role, counts in config.counts.items() if counts.most > 0)
+    scaling = scaling.model_copy(update={"change_roles": _may_change_roles(config, roles)})
     return ScalingOrder(scaling, config.gpus_each, roles)
+
+
+def _may_change_roles(config: ClusterConfig, roles: Collection[Role]) -> bool:
+    """Return True where a worker of either role can do the other one's work as well as its own."""
+    if not config.autoscaling.change_roles or config.router.roles == "fixed" or len(roles) < len(ROLES):
+        return False
+    sections = [config.roles[role] for role in ROLES]
+    return len(set(config.gpus_each.values())) == 1 and sections[0].parallel == sections[1].parallel
 
 
 def replica_options(counts: WorkerCounts, order: ScalingOrder | None) -> dict[str, Any]:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENDING_S = 10.0
+ENDING_S = 5.0
 """Seconds in which a replica without calls ends, after which Serve ends its process."""
 
-DRAIN_S = 6.0
+DRAIN_S = 3.0
 """Seconds of that for transfers whose calls have returned."""
 
 
@@ -64,9 +64,13 @@ class _WorkerReplica:
         return TcpNetwork(secret)
 
     async def _start(self, role: "WorkerRole") -> None:
+        from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy
+        from twostroke.prefill_worker.policy import PrefillPolicy
+        from twostroke.worker.role import Policies
         from twostroke.worker.worker import Worker
 
-        worker = self._worker = Worker(role, self._parts.deps, self._parts.rank.loaded.swap_space)
+        policies: Policies = {"prefill": PrefillPolicy, "decode": DecodePolicy, "even": EvenPolicy}
+        worker = self._worker = Worker(role, self._parts.deps, self._parts.rank.loaded.swap_space, policies)
         self._info = await worker.start(ray.util.get_node_ip_address())
         self._parts.watch(worker.engine_lost)
         freeze_start_up()

@@ -4,9 +4,10 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from http.client import HTTPException, HTTPResponse
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from twostroke.protocol.errors import ConfigError
 
@@ -29,9 +30,15 @@ def endpoint(url: str, path: str) -> str:
     return f"{server}/{path}"
 
 
-def ask(url: str, path: str, *, timeout_s: float, api_key: str | None = None) -> HTTPResponse:
-    """The open answer of a GET, with the API key that is given or in the environment. Raises ConfigError, OSError."""
-    request = urllib.request.Request(endpoint(url, path))
+def ask(
+    url: str, path: str, *, timeout_s: float, api_key: str | None = None, body: Mapping[str, Any] | None = None
+) -> HTTPResponse:
+    """The open answer of a GET, or of a POST with a `body`, with the API key that is given or in the environment.
+
+    Raises ConfigError, OSError.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(endpoint(url, quote(path)), data)
     key = api_key or next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), None)
     if key:
         request.add_header("Authorization", f"Bearer {key}")

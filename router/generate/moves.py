@@ -142,7 +142,7 @@ class StreamMoves:
         """Return why streams should leave a worker; None: they should not."""
         if worker is None or worker.tier == DRAINING:
             return "drain"
-        if worker.info.role == "prefill" and (worker.queued_tokens() > 0 or worker.prompt_share > BUSY_SHARE):
+        if worker.role == "prefill" and (worker.queued_tokens() > 0 or worker.prompt_share > BUSY_SHARE):
             return "prompts"
         step_s = max(worker.next_step_s, 1e-4)
         if worker.decoding > 1 and worker.free_tokens * step_s < CROWDED_S * worker.decoding:

@@ -125,14 +125,17 @@ class Pipeline:
             config=config,
         )
         self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
-        self._moves = StreamMoves(
-            fleet, self._chooser, channels, secret, clock, draw_id, is_flexible=config.roles == "flexible"
-        )
+        self._moves = StreamMoves(fleet, self._chooser, channels, secret, clock, draw_id, is_flexible=self.is_flexible)
 
     @property
     def in_flight(self) -> int:
         """Places held at workers: 0 when idle."""
         return self._chooser.in_flight
+
+    @property
+    def is_flexible(self) -> bool:
+        """Return True where workers write and read whatever their role, and may change it."""
+        return self._config.roles == "flexible"
 
     def ejected(self) -> frozenset[Peer]:
         """Workers that are there, and are left out because they keep failing."""

@@ -30,6 +30,7 @@ from twostroke.router.http.middleware import Authentication, Origins, RequestIds
 from twostroke.router.http.page import feed, page
 from twostroke.router.http.responses import error_response, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
+from twostroke.router.http.worker_orders import WorkerOrder, carry_out
 from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
 from twostroke.router.observe.scrape import exposition
 from twostroke.router.openai.answers import (
@@ -395,6 +396,12 @@ async def metrics(service: Service) -> Response:
 async def status(service: Service) -> dict[str, Any]:
     """The workers and their numbers."""
     return service.status()
+
+
+@keyed.post("/workers/{worker_id:path}", dependencies=_ADMINS)
+async def order_worker(worker_id: str, body: WorkerOrder, service: Service) -> dict[str, Any]:
+    """A worker is to drain, to resume, or to change its role."""
+    return await carry_out(body, worker_id, service)
 
 
 @keyed.get("/doctor", dependencies=_ADMINS, **_told_as(_JSON_LINES))

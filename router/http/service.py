@@ -14,7 +14,8 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
+from twostroke.protocol.messages import ChangeRole
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, role_of
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
@@ -34,6 +35,7 @@ from twostroke.router.observe.scrape import (
 from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
+from twostroke.router.routing.role_changes import role_changes
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
@@ -127,6 +129,7 @@ class RouterService:
         self._began_s = self.clock()
         self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
+        self._roles_decided_at: float | None = None  # the decision by which roles were changed last
 
     async def start(self) -> None:
         """Connect to the workers, and keep following the fleet."""
@@ -264,7 +267,7 @@ class RouterService:
         scaling = self.scaling()
         if scaling is None:
             return None
-        running = Counter(info.role for info, stats in self._worker_numbers() if not stats.is_draining)
+        running = Counter(role_of(*one) for one in self._worker_numbers() if not one[1].is_draining)
         return scaling_status(scaling, running, self.wall_clock())
 
     def demand(self) -> dict[str, float]:
@@ -294,10 +297,21 @@ class RouterService:
             if stats is not None:
                 yield info, stats
 
+    def _change_roles(self) -> None:
+        """Have workers change their roles as the autoscaler decided last, once for each decision."""
+        scaling = self.scaling()
+        if scaling is None or scaling.homes is None or scaling.decided_at == self._roles_decided_at:
+            return
+        self._roles_decided_at = scaling.decided_at
+        for worker, role in role_changes(self._worker_numbers(), scaling.targets).items():
+            _log.info("worker %s is to change its role to %s", worker.worker_id, role)
+            self.channels.send(worker, ChangeRole(role))
+
     async def _follow(self) -> None:
         while True:
             try:
                 self.channels.follow(self.fleet.workers())
+                self._change_roles()
             except Exception:
                 _log.exception("the fleet can't be followed; the channels stay as they are until the next look")
             await asyncio.sleep(self.config.follow_s)

@@ -32,6 +32,13 @@ class Scaling(msgspec.Struct, frozen=True):
     roles: dict[Role, RoleScaling]
     demand: dict[str, float]  # the numbers that it came from
     decisions: dict[Role, dict[str, int]]  # by reason, since the autoscaler began
+    homes: dict[Role, int] | None = None
+    """Workers of each deployment, some of which change their roles; None: each keeps the role of its deployment."""
+
+    @property
+    def replicas(self) -> dict[Role, int]:
+        """Return the wanted workers of each deployment."""
+        return self.targets if self.homes is None else self.homes
 
     @property
     def targets(self) -> dict[Role, int]:

@@ -135,7 +135,7 @@ def _has_room_for_guest(worker: KnownWorker, query: PathQuery) -> bool:
     tokens = info.num_blocks * info.layout.groups.tokens_a_block(info.layout.block_size, query.most_tokens)
     if info.max_context < query.most_tokens or tokens < query.most_tokens:
         return False
-    if worker.info.role == "decode":
+    if worker.role == "decode":
         return True
     return query.promise.tpot_s is None or (worker.requests == 0 and worker.prompt_share < LEAST_PROMPT_SHARE)
 

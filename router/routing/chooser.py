@@ -38,8 +38,8 @@ class PathConfig(Section):
     """A decode worker computes a prompt itself where that is predicted to be quicker, though there are prefill workers.
     With false decode workers compute prompts only for want of a prefill worker."""
     roles: Roles = "flexible"
-    """With `flexible` roles a prefill worker writes an answer itself where that is predicted to be quicker: where it is
-    idle and the KV has a long way, or where decode workers have no room. With `fixed` ones it only computes prompts."""
+    """`flexible`: a prefill worker also writes answers, where that is predicted to be quicker, as where it is idle and
+    the KV has a long way, or where decode workers have no room. `fixed`: it only computes prompts."""
     pulls: bool = True
     """Prefixes are pulled from the worker that holds them, where another one is to compute the prompt."""
     pull_min_tokens: Count = 128
@@ -284,7 +284,7 @@ class CostProbes:
 
     def keep(self, infos: Sequence[WorkerInfo], now: float) -> None:
         """These workers are there now. New ones count as if they had just had prompts."""
-        peers = [info.peer for info in infos if info.role == "prefill"]
+        peers = [info.peer for info in infos]
         self._last = {peer: self._last.get(peer) or [now] * _NUM_LENGTHS for peer in peers}
         self._due = {peer: self._due.get(peer) or [now + PROBE_AFTER_S] * _NUM_LENGTHS for peer in peers}
 

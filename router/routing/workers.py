@@ -5,18 +5,20 @@ anew before a decision only where this router has sent something there, or taken
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import TYPICAL_TOKENS, incompatibility
 from twostroke.protocol.requests import Peer, Promise
-from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, typical
+from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, role_of, typical
 from twostroke.router.routing.in_flight import InFlight, WorkerLoad
 
 AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
 """Tiers of workers. Those between the first and the last are taken for want of a better one: first those that fail many
 requests, then those that have failed this one or can't be reached."""
+
+NO_STATS: Mapping[Peer, WorkerStats] = {}
 
 _NO_LIMIT_S = 1e9
 _LEAST_CHUNK = 16
@@ -32,6 +34,7 @@ class KnownWorker:
     info: WorkerInfo
     kind: int  # of its KV: workers of one kind are alike
     takes: frozenset[int]  # kinds of KV that can come here
+    role: Role  # now; it may differ from that of `info`
     tier: int = AVAILABLE
     cached_tokens: int = 0  # tokens of the beginning of the prompt that a path is chosen for
     # What it has to do, and room for.
@@ -84,7 +87,7 @@ class KnownWorker:
         self.requests = load.requests(stats.num_running + stats.num_waiting)
         num_decoding = stats.num_decoding
         if num_decoding is None:
-            num_decoding = stats.num_running + stats.num_waiting if info.role == "decode" else 0
+            num_decoding = stats.num_running + stats.num_waiting if self.role == "decode" else 0
         self.decoding = decoding = load.decoding(num_decoding)
         context_tokens = load.decoding_tokens(stats.context_tokens) if decoding else 0.0
         usual_tokens = context_tokens / decoding if context_tokens else TYPICAL_TOKENS
@@ -101,7 +104,7 @@ class KnownWorker:
         self.step_s = step_s = costs.weights_s + rows_s
         room = (self.tightest_tpot_s - step_s) / costs.token_s if costs.token_s > 0 else info.max_step_tokens
         self.chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - decoding, room))
-        self.stalled = decoding + 1 if info.role == "decode" else decoding
+        self.stalled = decoding + 1 if self.role == "decode" else decoding
         self.queue_token_s = costs.token_s + step_s / self.chunk_tokens + costs.pair_s * half_prompt
 
         token_bytes = layout.block_bytes * layout.tp_size * layout.num_layers / layout.block_size
@@ -187,8 +190,13 @@ class FleetView:
         if infos == self._followed:
             return False
         self._followed = infos
-        workers = known_workers(infos)
-        self.of_role = {role: [worker for worker in workers if worker.info.role == role] for role in ROLES}
+        self._arrange()
+        return True
+
+    def _arrange(self) -> None:
+        """Sort the workers by their roles, and begin anew to know them."""
+        workers = known_workers(self._followed, self._stats)
+        self.of_role = {role: [worker for worker in workers if worker.role == role] for role in ROLES}
         self.workers = [*self.of_role["prefill"], *self.of_role["decode"]]
         self.infos = [worker.info for worker in self.workers]
         self._known = {worker.info.peer: worker for worker in self.workers}
@@ -198,7 +206,6 @@ class FleetView:
         self._down &= self._known.keys()
         self._changed = set(self._known)
         self._find_typical()
-        return True
 
     def on_stats(self, peer: Peer, stats: WorkerStats) -> None:
         """Take in the worker's new numbers at once, not when a request waits for that."""
@@ -209,7 +216,10 @@ class FleetView:
         worker = self._known.get(peer)
         if worker is None:
             return
-        is_first = stats.costs is not None and worker.info.role not in self._typical
+        if worker.role != role_of(worker.info, stats):
+            self._arrange()
+            worker = self._known[peer]
+        is_first = stats.costs is not None and worker.role not in self._typical
         if is_first or self._clock() - self._typical_at >= _TYPICAL_AGE_S:
             self._find_typical()
         self._update(worker)
@@ -263,7 +273,7 @@ class FleetView:
         worker.update(
             self._stats.get(peer),
             self.in_flight.load(peer),
-            self._costs_of(worker) or self._typical.get(worker.info.role),
+            self._costs_of(worker) or self._typical.get(worker.role),
             self.classes,
             tier=UNWELCOME if peer in self._down else AVAILABLE,
             bytes_per_s=self.rates.of(peer),
@@ -271,8 +281,8 @@ class FleetView:
         )
 
 
-def known_workers(infos: Sequence[WorkerInfo]) -> list[KnownWorker]:
-    """Workers of which nothing but these facts is known yet."""
+def known_workers(infos: Sequence[WorkerInfo], stats: Mapping[Peer, WorkerStats] = NO_STATS) -> list[KnownWorker]:
+    """Return workers of which nothing but these facts, and their roles by `stats`, is known yet."""
     kinds = {layout: kind for kind, layout in enumerate(dict.fromkeys(info.layout for info in infos))}
     takes = {
         target: frozenset(kind for source, kind in kinds.items() if incompatibility(source, target) is None)
@@ -280,7 +290,12 @@ def known_workers(infos: Sequence[WorkerInfo]) -> list[KnownWorker]:
     }
     nothing = frozenset[int]()
     return [
-        KnownWorker(info, kinds[info.layout], takes[info.layout] if info.transfer_addresses else nothing)
+        KnownWorker(
+            info,
+            kinds[info.layout],
+            takes[info.layout] if info.transfer_addresses else nothing,
+            role_of(info, stats.get(info.peer)),
+        )
         for info in infos
     ]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest
-from twostroke.protocol.stats import ROLES, WorkerInfo, WorkerStats, typical
+from twostroke.protocol.stats import ROLES, WorkerInfo, WorkerStats, role_of, typical
 from twostroke.router.slo.classes import SLOClass
 
 ASKED_S = 600.0
@@ -83,7 +83,7 @@ def fleet_numbers(workers: Iterable[tuple[WorkerInfo, WorkerStats]]) -> dict[str
     serving = [(info, stats) for info, stats in workers if not stats.is_draining]
     numbers: dict[str, float] = {}
     for role in ROLES:
-        of_role = [(info, stats) for info, stats in serving if info.role == role]
+        of_role = [(info, stats) for info, stats in serving if role_of(info, stats) == role]
         numbers |= {f"{role}.{name}": value for name, value in _role_numbers(of_role).items()}
     return numbers
 

@@ -12,10 +12,10 @@ from twostroke.cluster.config.sections import ModelSection, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.policy import decode_role
+from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy, decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.policy import prefill_role
+from twostroke.prefill_worker.policy import PrefillPolicy, prefill_role
 from twostroke.protocol.clock import draw_epoch
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import TcpNetwork
@@ -25,6 +25,7 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.observe.stages import SequenceStages
+from twostroke.worker.role import Policies
 from twostroke.worker.worker import Worker
 
 SECRET = b"a secret of these tests"
@@ -213,7 +214,8 @@ async def _add_worker(
             **{"max_batch": min(256, shape.decode_step_tokens), **shape.decode},
         )
         worker_role = decode_role(decode_config)
-    worker = Worker(worker_role, parts.deps, parts.rank.loaded.swap_space)
+    policies: Policies = {"prefill": PrefillPolicy, "decode": DecodePolicy, "even": EvenPolicy}
+    worker = Worker(worker_role, parts.deps, parts.rank.loaded.swap_space, policies)
     stack.push_async_callback(worker.stop)
     parts.watch(worker.engine_lost)
     fleet.infos.append(await worker.start(HOST))

@@ -23,11 +23,13 @@ from twostroke.protocol.errors import ConnectionLost, WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
     Cancel,
+    ChangeRole,
     Drain,
     Hello,
     Ping,
     PrefillFailed,
     RequestsBlocked,
+    Resume,
     SendPrefix,
     StatsFrame,
     TokenFrame,
@@ -101,6 +103,7 @@ class FakeWorker:
     cancelled: list[str] = field(default_factory=list)
     told_prefill_failed: list[str] = field(default_factory=list)
     told_to_leave: int = 0
+    obeys: bool = True  # an operator's orders
     is_mute: bool = False  # its process is stopped: it answers no ping
     is_leaving: bool = False  # the fleet names it no more, and it goes on
     connections: dict[str, Connection] = field(default_factory=dict)
@@ -161,8 +164,14 @@ class FakeWorker:
                             connection.send(Ping())
                     case Cancel():
                         self.cancelled.append(message.request_id)
-                    case Drain():
+                    case Drain(is_ordered):
                         self.told_to_leave += 1
+                        if is_ordered and self.obeys:
+                            self.tell(is_draining=True)
+                    case Resume() if self.obeys:
+                        self.tell(is_draining=False)
+                    case ChangeRole(role) if self.obeys:
+                        self.tell(step_role=role)
                     case SendPrefix():
                         self.prefixes.append(message)
                     case PrefillFailed():
@@ -170,6 +179,12 @@ class FakeWorker:
                         self.ready(message.request_id).set()
         except ConnectionLost:
             self.connections.pop(hello.sender.worker_id, None)
+
+    def tell(self, **numbers) -> None:
+        """Change its numbers, and send them to all routers."""
+        self.stats = msgspec.structs.replace(self.stats, **numbers)
+        for connection in self.connections.values():
+            connection.send(StatsFrame(self.stats))
 
     def ready(self, request_id: str) -> asyncio.Event:
         return self.prompt_ready.setdefault(request_id, asyncio.Event())
@@ -326,7 +341,7 @@ _open_rigs: list[FakeFleet] = []
 
 
 @contextlib.asynccontextmanager
-async def _running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
+async def _running(num_prefill: int, num_decode: int, pipeline_config: PipelineConfig = PATIENCE) -> AsyncIterator[Rig]:
     before = asyncio.all_tasks()
     workers = [FakeWorker("prefill", f"p{i}") for i in range(num_prefill)]
     workers += [FakeWorker("decode", f"d{i}") for i in range(num_decode)]
@@ -335,7 +350,7 @@ async def _running(num_prefill: int, num_decode: int) -> AsyncIterator[Rig]:
     fleet = FakeFleet(workers)
     router = Peer("router-0", 11)
     knowledge = FleetKnowledge(
-        network=TcpNetwork(SECRET), router=router, clock=time.monotonic, config=PATIENCE, channel=QUICK
+        network=TcpNetwork(SECRET), router=router, clock=time.monotonic, config=pipeline_config, channel=QUICK
     )
     channels = knowledge.channels
     pipeline = Pipeline(fleet=fleet, knowledge=knowledge, secret=SECRET)
@@ -444,9 +459,10 @@ def site_of(fleet_of, tokenizer):
         defaults=SamplingDefaults(),  # noqa: B008  (frozen)
         scaling=lambda: None,
         speaks=tokenizer,
+        pipeline_config=PATIENCE,
         **config,
     ) -> AsyncIterator[Site]:
-        async with fleet_of(num_prefill, num_decode) as rig:
+        async with fleet_of(num_prefill, num_decode, pipeline_config) as rig:
             service = RouterService(
                 config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, **config),
                 tokenizer=speaks,

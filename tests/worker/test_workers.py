@@ -20,9 +20,9 @@ from tests.worker.worker_rig import (
 )
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConnectionLost, RequestError, WorkerLeaving, WorkerLost
-from twostroke.protocol.messages import Cancel, Drain, SendPrefix
+from twostroke.protocol.messages import Cancel, ChangeRole, Drain, Resume, SendPrefix
 from twostroke.protocol.requests import Peer, Promise, SampledToken, SamplingParams, mint_ticket
-from twostroke.protocol.stats import StepCosts
+from twostroke.protocol.stats import STEP_ROLES, StepCosts
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
 from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
 
@@ -223,6 +223,31 @@ async def test_a_leaving_worker_that_is_kept_takes_requests_again_unless_it_is_t
     rig.worker.resume()
     with pytest.raises(WorkerLeaving):
         await rig.ask(a_request(name="late"))
+
+
+@of_both_roles()
+async def test_an_operators_drain_lasts_until_the_operator_ends_it(rig: Rig) -> None:
+    rig.router.send(Drain(is_ordered=True))
+    await asyncio.sleep(0.001)
+    rig.worker.resume()
+    assert rig.worker.stats().is_draining
+    rig.router.send(Resume())
+    await asyncio.sleep(0.001)
+    assert not rig.worker.stats().is_draining
+    await rig.ask(a_request())
+
+
+@of_both_roles(max_step_tokens=8)
+async def test_a_worker_changes_its_role_while_it_computes(rig: Rig) -> None:
+    for role in STEP_ROLES:
+        names = [f"{role} {number}" for number in range(2)]
+        calls = [begin(rig.ask(a_request(40, name, max_tokens=20))) for name in names]
+        await asyncio.sleep(0.002)
+        rig.router.send(ChangeRole(role))
+        await asyncio.sleep(0.001)
+        assert rig.worker.stats().step_role == role
+        for name, call in zip(names, calls, strict=True):
+            assert await rig.is_right(a_request(40, name, max_tokens=20), await call)
 
 
 @of_both_roles(max_step_tokens=8)

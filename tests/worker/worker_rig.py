@@ -12,11 +12,11 @@ import pytest
 from tests.rigs.played import Script, played_by
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.decode_worker.policy import decode_role
+from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy, decode_role
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.ranks import Outgoing
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.prefill_worker.policy import prefill_role
+from twostroke.prefill_worker.policy import PrefillPolicy, prefill_role
 from twostroke.protocol.errors import ConnectionLost, TransferFailed
 from twostroke.protocol.messages import (
     Hello,
@@ -45,6 +45,7 @@ from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingP
 from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.deps import WorkerDeps
+from twostroke.worker.role import Policies
 from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.transfers.pulls import PrefixExports, Transfers
 from twostroke.worker.worker import Worker
@@ -207,7 +208,8 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
         worker_role = prefill_role(PrefillConfig(**config))
     else:
         worker_role = decode_role(DecodeConfig(**{"max_batch": 8, "max_step_tokens": 16} | config))
-    worker = Worker(worker_role, deps, swap_space)
+    policies: Policies = {"prefill": PrefillPolicy, "decode": DecodePolicy, "even": EvenPolicy}
+    worker = Worker(worker_role, deps, swap_space, policies)
     rig = Rig(worker, await worker.start("host"), pool, engine, fabric, links)
     await rig.connect_router()
     try:

@@ -52,7 +52,7 @@ class Scheduler:
         self.preemptor = Preemptor(self, swapping)
         self._config = config
         self._max_context = max_context
-        self._policy = policy
+        self.policy = policy
         self._swapping = swapping
         self._chunks: Counter[WorkerJob] = Counter()  # prompt tokens in the step that is being decided
         self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
@@ -135,7 +135,7 @@ class Scheduler:
         if job.has_ended:
             return
         if job.has_begun and job.request.scoring is None:
-            self._policy.answer_ended(job)
+            self.policy.answer_ended(job)
         self._leave(job)
         job.phase = Phase.ENDED
         self._release_if_unused(job)
@@ -152,7 +152,7 @@ class Scheduler:
         and for all but one of them before the next call.
         """
         staying = self.staying()
-        chosen = self._policy.choose(staying)
+        chosen = self.policy.choose(staying)
         decodes = [job for job in chosen if job.is_decoding]
         if in_flight is not None:
             if not self.preemptor.may_run_ahead(in_flight, decodes):
@@ -161,7 +161,7 @@ class Scheduler:
             return ScheduledStep(swaps=swaps)
         elif any(job.phase is not Phase.RUNNING for job in staying):
             return self.schedule()  # the places of preempted jobs go to others, which need blocks too
-        self._policy.settle(staying, chosen)
+        self.policy.settle(staying, chosen)
         follows = {} if in_flight is None else in_flight.drawing
         entries = []
         for job in decodes:
@@ -171,7 +171,7 @@ class Scheduler:
         if not prompts and not self.waiting:
             self._settle_shares(())
             return ScheduledStep(tuple(entries), self._take_admitted())
-        budget = self._policy.prompt_budget([entry.job for entry in entries])
+        budget = self.policy.prompt_budget([entry.job for entry in entries])
         entries += self._give_chunks(prompts, self._config.max_batch - len(entries), budget)
         swaps, self._swapped_in = tuple(self._swapped_in), []
         return ScheduledStep(tuple(entries), self._take_admitted(), swaps)
@@ -308,7 +308,7 @@ class Scheduler:
     def missing_blocks(self, job: WorkerJob) -> int:
         """Return how many blocks a waiting job lacks that has matched the prefix cache; 0 or less: none."""
         wanted = job.sequence.blocks_needed(job.sequence.num_uncomputed)
-        return wanted + self._policy.blocks_to_leave(job, self) - self.pool.free_blocks
+        return wanted + self.policy.blocks_to_leave(job, self) - self.pool.free_blocks
 
     def send_back(self, job: WorkerJob) -> None:
         """Queue the job again; what is lost will be computed again."""
@@ -371,7 +371,7 @@ class Scheduler:
         self._given.clear()
 
     def _may_join(self, job: WorkerJob) -> bool:
-        return self._policy.may_join(job, self.staying())
+        return self.policy.may_join(job, self.staying())
 
     def _ready(self) -> list[WorkerJob]:
         """Return the waiting jobs that may be admitted, by their turns."""
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _wait(self, job: WorkerJob) -> None:
         job.phase = Phase.WAITING
-        job.turn = turn_of(job, self._config.queue, self._policy.expected_answer(job))
+        job.turn = turn_of(job, self._config.queue, self.policy.expected_answer(job))
         insort(self.waiting, job, key=lambda other: other.turn)
 
     def _receive(self, job: WorkerJob) -> None:

@@ -7,11 +7,20 @@ import msgspec
 import pytest
 
 from twostroke.cluster.autoscaling import autoscaler
-from twostroke.cluster.autoscaling.autoscaler import STALE_S, ScalingOrder, ScalingView, State, is_due, take_sample
+from twostroke.cluster.autoscaling.autoscaler import (
+    STALE_S,
+    ScalingOrder,
+    ScalingView,
+    State,
+    homes_of,
+    is_due,
+    take_sample,
+)
 from twostroke.cluster.autoscaling.policy import PolicyMemory
 from twostroke.cluster.autoscaling.samples import Reason, RouterSample, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.settings import from_plain, to_plain
+from twostroke.protocol.stats import Role
 
 ORDER = ScalingOrder(
     AutoscalingConfig(
@@ -68,6 +77,45 @@ def test_a_change_is_logged_once_and_told_with_its_reason_and_time(
     assert (told.reason, told.change, told.changed_at) == ("pending", "demand", NOW + 2.0)
     assert scaling.roles["prefill"].change is None
     assert scaling.decisions == {"prefill": {"steady": 3}, "decode": {"steady": 1, "demand": 1, "pending": 1}}
+
+
+@pytest.mark.parametrize(
+    ("targets", "homes", "expected"),
+    [
+        ((1, 3), (2, 2), (2, 2)),  # one changes its role
+        ((1, 4), (2, 2), (2, 3)),  # one changes its role, and one starts where more are missing
+        ((1, 2), (3, 2), (1, 2)),  # two end, and none changes
+        ((1, 3), (4, 1), (3, 1)),  # two change, and one of the many ends
+        ((3, 3), (2, 2), (3, 3)),
+        ((1, 1), (2, 2), (1, 1)),
+    ],
+)
+def test_workers_change_their_roles_before_any_start(
+    targets: tuple[int, int], homes: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    roles: tuple[Role, Role] = ("prefill", "decode")
+    found = homes_of(dict(zip(roles, targets, strict=True)), dict(zip(roles, homes, strict=True)))
+    assert tuple(found.values()) == expected
+
+
+def test_roles_that_have_changed_are_remembered_for_as_long_as_serve_keeps_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[tuple[int, int]] = []
+
+    def decide(
+        signals: Signals, memory: PolicyMemory, config: AutoscalingConfig
+    ) -> tuple[ScalingDecision, PolicyMemory]:
+        heard.append((signals.prefill.target, signals.decode.target))
+        return ScalingDecision(1, 3, Reason.GIVEN, Reason.DEMAND), memory
+
+    monkeypatch.setattr(autoscaler, "decide", decide)
+    state, _ = take_sample(None, seen(0.0, prefill=2, decode=2), ORDER)
+    assert state.scaling is not None
+    assert (state.scaling.targets, state.scaling.replicas) == ({"prefill": 1, "decode": 3}, {"prefill": 2, "decode": 2})
+    state, _ = take_sample(state, seen(2.0, prefill=2, decode=2), ORDER)
+    take_sample(state, seen(4.0, prefill=2, decode=1), ORDER)
+    assert heard == [(2, 2), (1, 3), (2, 1)]
 
 
 def test_between_two_decisions_nothing_is_told(decided: list[ScalingDecision]) -> None:

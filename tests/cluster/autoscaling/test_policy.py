@@ -184,6 +184,20 @@ def test_a_gpu_changes_roles_within_one_decision() -> None:
     assert system.prefill.target < 5
 
 
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_role_takes_what_the_other_can_spare_before_any_worker_starts(changes: bool) -> None:
+    system = System(config=EIGHT_EACH.model_copy(update={"change_roles": changes}))
+    for minutes, rate in ((10, 40), (12, 10), (2, 40), (20, 10)):
+        system.goes_on(minutes * MINUTE_S, rate=rate, output=10)
+    before = system.counts
+    assert system.decisions[-1].prefill_reason is Reason.REVERSALS, "they stay, though nobody needs them"
+    while system.decode.target == before[1]:
+        system.goes_on(5, rate=10, output=1600)
+    assert (system.decisions[-1].prefill_reason is Reason.GIVEN) == changes
+    assert (sum(system.counts) == sum(before)) == changes
+    assert (system.memory.decode.went_up is None) == changes, "a change of roles is no start"
+
+
 def test_a_budget_that_decode_workers_use_up_leaves_prompts_to_them() -> None:
     system = System(config=EIGHT_EACH.model_copy(update={"prefill": RoleLimits(min=0, max=8), "budget": 1.0}))
     system.prefill = replace(system.prefill, running=0, target=0)

@@ -1,0 +1,98 @@
+"""Orders of an operator to one worker: `POST /workers/ID` has it drain, resume, or change its role.
+
+The order goes over the token channel, so it holds at once and for all routers. Whoever ordered it hears of it when the
+worker's own numbers say so. Ray Serve replaces no worker that drains: it keeps its place, and takes no requests.
+"""
+
+import asyncio
+from typing import Any
+
+from pydantic import ConfigDict, model_validator
+
+from twostroke.protocol.errors import RequestError
+from twostroke.protocol.messages import ChangeRole, Drain, Resume
+from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats, role_of
+from twostroke.router.http.service import RouterService
+from twostroke.router.openai.fields import FieldError, StrictModel
+
+ANSWER_S = 5.0
+"""Seconds in which a worker's numbers must confirm an order."""
+LOOK_S = 0.02
+
+
+class WorkerOrder(StrictModel):
+    """POST /workers/ID: the new role, whether the worker is to drain, or both."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: StepRole | None = None
+    draining: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "WorkerOrder":
+        if self.role is None and self.draining is None:
+            raise FieldError("role", "either role or draining must be given")
+        return self
+
+    def is_done(self, stats: WorkerStats | None) -> bool:
+        """Return True where the worker's numbers say that it has obeyed."""
+        if stats is None:
+            return False
+        return (self.role is None or stats.step_role == self.role) and (
+            self.draining is None or stats.is_draining == self.draining
+        )
+
+
+async def carry_out(order: WorkerOrder, worker_id: str, service: RouterService) -> dict[str, Any]:
+    """Have the worker obey; return its row of /status once it has.
+
+    Raises RequestError: 404 for no such worker, 409 where nobody could write answers then or roles are fixed, 503
+    where the worker does not answer.
+    """
+    info = next((one for one in service.fleet.workers() if one.peer.worker_id == worker_id), None)
+    if info is None:
+        raise RequestError(
+            f"no worker has the id {worker_id[:100]!r}: /status lists them", code="worker_not_found", status=404
+        )
+    _check(order, info, service)
+    channels = service.channels
+    if order.role is not None:
+        channels.send(info.peer, ChangeRole(order.role))
+    if order.draining is not None:
+        channels.send(info.peer, Drain(is_ordered=True) if order.draining else Resume())
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            while not order.is_done(channels.stats(info.peer)):  # noqa: ASYNC110  (numbers call nobody back)
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise RequestError(
+            f"worker {worker_id} has not answered in {ANSWER_S:g} s: it is unreachable, or taken down",
+            code="worker_silent",
+            status=503,
+        ) from None
+    return next(row for row in service.status()["workers"] if row["worker_id"] == worker_id)
+
+
+def _check(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None:
+    """Raises RequestError (409) for an order that would leave nobody to write answers, or that roles forbid."""
+    if order.role is not None and not service.pipeline.is_flexible:
+        raise RequestError(
+            "role: the server's roles are fixed: set router.roles to flexible to change one",
+            param="role",
+            code="roles_are_fixed",
+            status=409,
+        )
+    if not order.draining and order.role != "prefill":
+        return
+    for other in service.fleet.workers():
+        stats = service.channels.stats(other.peer)
+        is_decoding = stats is not None and not stats.is_draining and role_of(other, stats) == "decode"
+        if other.peer != info.peer and is_decoding:
+            return
+    if role_of(info, service.channels.stats(info.peer)) == "decode":
+        raise RequestError(
+            f"worker {info.peer.worker_id} is the last that writes answers: let another one decode first "
+            "(`twostroke role WORKER decode`)",
+            code="last_decode_worker",
+            status=409,
+        )
