@@ -14,6 +14,7 @@ from typing import Protocol
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.fleet import Path
 
 
@@ -105,6 +106,14 @@ class DecodeFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamLeft:
+    """The stream goes on at another worker, `target`, which has its KV; the attempt ends without a failure."""
+
+    at: float
+    target: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreDone:
     """A worker has scored or embedded the prompt; nothing more follows."""
 
@@ -132,6 +141,7 @@ AttemptEvent = (
     | DecodeStarted
     | DecodeDone
     | DecodeFailed
+    | StreamLeft
     | ScoreDone
     | AttemptEnded
 )

@@ -376,7 +376,7 @@ class _Deployment:
             tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
             computed_twice=stages.transfer_s == 0.0,
             ended_at=stages.path.decode.role,
-            num_moves=stages.attempts - 1,
+            num_moves=len(stages.moves),
             token_s=tuple(moment - self._began_s + self._http_s / 2 for moment in token_s),
         )
 

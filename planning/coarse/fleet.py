@@ -99,7 +99,9 @@ class CoarseFleet:
             max_batch=self.profile.max_batch,
             step_tokens=self.profile.step_tokens,
         )
-        return Signals(self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s)
+        return Signals(
+            self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s, is_pooled=self.router.pools_workers
+        )
 
     def running_prefill(self) -> list[CoarsePrefillWorker]:
         """Those that take requests now."""

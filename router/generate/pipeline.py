@@ -14,7 +14,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted, StreamLeft
 from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
@@ -192,6 +192,7 @@ class Pipeline:
                 return
             except StreamMoved as error:
                 target, num_moves = error.path, num_moves + 1
+                log.emit(StreamLeft(self._clock(), target.decode))
                 continue
             except (WorkerLost, RequestError) as error:
                 failure = error

@@ -24,6 +24,7 @@ from twostroke.router.attempt_events import (
     PrefillTakenOver,
     PrefixCached,
     ScoreDone,
+    StreamLeft,
 )
 from twostroke.router.fleet import Path, PathEstimate
 
@@ -72,6 +73,7 @@ class SequenceStages(WorkerTimings):
     decoding: float | None = None  # the decode worker has drawn a token of its own
     num_skipped_tokens: int = 0  # prompt tokens whose KV the decode worker had, and the transfer left out
     tries: list[AttemptStages] = field(default_factory=list)  # those that are over
+    moves: list[tuple[float, str, str]] = field(default_factory=list)  # when, and from which worker to which
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0  # of these
@@ -106,6 +108,8 @@ class SequenceStages(WorkerTimings):
                 self.num_skipped_tokens = reply.num_cached_tokens if event.has_transfer else 0
                 if self.prefill_s is None:  # the prompt was computed there
                     self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+            case StreamLeft():
+                self.moves.append((event.at, path.decode.peer.worker_id, event.target.peer.worker_id))
             case ScoreDone():
                 self._keep_prefill(event.reply, num_prompt_tokens)
                 self.first_token = self.finish = event.at
