@@ -99,8 +99,8 @@ class SimulatedRun:
 
 
 class SharedMachine:
-    """Resources that workers of one machine share: a step is slower while another worker computes
-    (`WorkerProfile.beside`)."""
+    """Resources that workers of one machine share: each other worker that computes slows a step by as much as one
+    does (`WorkerProfile.beside`)."""
 
     def __init__(self) -> None:
         self._computing = 0
@@ -116,7 +116,7 @@ class SharedMachine:
         try:
             is_done = False
             while not is_done:
-                whole_s = beside_s if self._computing > 1 else alone_s
+                whole_s = alone_s + (self._computing - 1) * (beside_s - alone_s)
                 began, changed = loop.time(), loop.create_future()
                 self._waiting.append(changed)
                 timer = loop.call_later(max(0.0, part * whole_s), _settle, changed, True)

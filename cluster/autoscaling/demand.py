@@ -114,19 +114,14 @@ def backlogs(spans: Series, work: Series, workers: float) -> Series:
     return drift - np.minimum.accumulate(np.minimum(drift, 0.0))
 
 
-def prefill_workers(
-    spans: Series, work: Series, requests: Series, wait_s: float, attainment: float, most: int, helpers: float = 0.0
-) -> int:
-    """The fewest, up to `most`, that let `attainment` of the requests wait at most `wait_s`.
-
-    Beside them `helpers` workers' worth of time goes to the same work.
-    """
+def prefill_workers(spans: Series, work: Series, requests: Series, wait_s: float, attainment: float, most: int) -> int:
+    """The fewest, up to `most`, that let `attainment` of the requests wait at most `wait_s`."""
     total = requests.sum()
     if total <= 0:
         return 0
-    fewest = max(1, int(np.ceil(work.sum() / max(spans.sum(), 1e-9) - helpers)))
+    fewest = max(1, int(np.ceil(work.sum() / max(spans.sum(), 1e-9))))
     for workers in range(fewest, most):
-        waits = backlogs(spans, work, workers + helpers) / (workers + helpers)
+        waits = backlogs(spans, work, workers) / workers
         if requests[waits <= wait_s].sum() >= attainment * total:
             return workers
     return most
@@ -273,13 +268,8 @@ class RoleWork:
     queued_tokens: int  # of prompts
 
 
-def prefill_need(
-    signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float, helpers: float = 0.0
-) -> RoleDemand:
-    """Return the demand for prefill workers, where decode workers have `helpers` workers' worth of time for prompts.
-
-    It is UNKNOWN without step costs.
-    """
+def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
+    """Return the demand for prefill workers. It is UNKNOWN without step costs."""
     role = signals.prefill
     if role.costs is None:
         return UNKNOWN
@@ -287,7 +277,7 @@ def prefill_need(
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
     work = RoleWork(prompts, prompts, queued_tokens)
-    return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s, helpers)
+    return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s)
 
 
 def need_of(
@@ -298,26 +288,24 @@ def need_of(
     config: AutoscalingConfig,
     most: int,
     startup_s: float,
-    helpers: float = 0.0,
 ) -> RoleDemand:
     """Return the demand for workers that compute prompts, alone or beside decodes."""
-    running = role.running + helpers
     requests = float(window.requests.sum())
     mean_s = float(work.prompts.sum()) / requests if requests else 0.0
     if ttft_s is None:
         ttft_s = UNPROMISED_TTFT * mean_s
     wait_s = _wait_s(config, ttft_s, mean_s)
-    lately = prefill_workers(window.span_s, work.all, window.requests, wait_s, config.attainment, most, helpers)
+    lately = prefill_workers(window.span_s, work.all, window.requests, wait_s, config.attainment, most)
     load = sure_rate(window, work.all, startup_s)
     waiting_s = work.queued_tokens * _token_s(role, work.prompts, window)
     other_load = float((work.all - work.prompts).sum()) / max(float(window.span_s.sum()), 1e-9)
-    in_time_s = max(0.0, running - other_load) * config.slack * ttft_s
+    in_time_s = max(0.0, role.running - other_load) * config.slack * ttft_s
     # What will wait too long when a worker that is asked for now can help.
-    backlog = max(0.0, waiting_s - in_time_s + (load - running) * startup_s) if waiting_s > in_time_s else 0.0
+    backlog = max(0.0, waiting_s - in_time_s + (load - role.running) * startup_s) if waiting_s > in_time_s else 0.0
     clear_s = max(config.slack * ttft_s, startup_s, SHORTEST_RATE_S)
     busy = 1 - config.spare
-    now = max(0, _ceil((load + backlog / clear_s) / busy - helpers))
-    return RoleDemand(now, lately, load, from_backlog=now > _ceil(load / busy - helpers))
+    now = _ceil((load + backlog / clear_s) / busy)
+    return RoleDemand(now, lately, load, from_backlog=now > _ceil(load / busy))
 
 
 def decode_need(

@@ -298,19 +298,12 @@ def _to_change(
 def _joint_needs(
     signals: Signals, window: Window, memory: PolicyMemory, config: AutoscalingConfig
 ) -> tuple[RoleDemand, RoleDemand]:
-    """Decode workers see arrivals as prefill workers let them through, so prefill is planned first.
-
-    Where decode workers compute prompts in their idle time, fewer prefill workers are needed.
-    """
+    """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
     if config.prefill.max == 0:
         return NONE, aggregated_need(signals, window, config, memory.decode.startup_s)
     prefill = prefill_need(signals, window, config, memory.prefill.startup_s)
     workers = max(signals.prefill.target, min(prefill.workers, config.prefill.max))
     decode = decode_need(signals, window, config, memory.decode.startup_s, workers)
-    if signals.is_pooled and prefill.known and decode.known:
-        there = min(max(decode.workers, config.decode.min), config.decode.max)
-        idle = max(0.0, there - decode.load / (1 - config.spare))
-        prefill = prefill_need(signals, window, config, memory.prefill.startup_s, idle)
     if config.prefill.min == 0 and prefill.known and prefill.load <= config.spare * max(1, decode.workers):
         prefill = replace(prefill, now=0, lately=0)  # so little that decode workers read it in the time to spare
     return prefill, decode

@@ -95,7 +95,6 @@ class Signals:
     decode: RoleSignals
     ttft_s: float | None = None  # the tightest promise among the SLO classes that are asked for; None: none
     tpot_s: float | None = None
-    is_pooled: bool = False  # routers let workers of either role do the other's work in their idle time
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,7 @@ class CoarseFleet:
             max_batch=self.profile.max_batch,
             step_tokens=self.profile.step_tokens,
         )
-        return Signals(
-            self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s, is_pooled=self.router.pools_workers
-        )
+        return Signals(self.now_s, arrived, prefill, decode, self.ttft_s, self.tpot_s)
 
     def running_prefill(self) -> list[CoarsePrefillWorker]:
         """Those that take requests now."""

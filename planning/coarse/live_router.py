@@ -77,7 +77,6 @@ class LiveRouter:
         moves: bool = True,
     ) -> None:
         self.moves = moves
-        self.pools_workers = decodes_alone and roles == "flexible"
         self._candidates = candidates
         self._decodes_alone = decodes_alone
         self._is_flexible = roles == "flexible"
