@@ -1,6 +1,6 @@
 """Which roles are best for mixed prompts and answers, many at once: `python -m tests.simulation.roles`; takes minutes.
 
-Users ask again as soon as they have their answer: prompts of 64 to 1,024 tokens, answers of 16 to 128, evenly. The exact
+Users ask again as soon as they have their answer: prompts of 64 to 1,024 tokens, answers of 16 to 128. The exact
 simulation serves them with Llama-3.1-8B's floors on an H100 in three modes: aggregated (as many GPUs), `router.roles:
 fixed`, and flexible roles. Where all workers share one GPU, a step takes longer for each other worker that computes:
 by itself again where the GPU is time-sliced, by half of itself where kernels overlap (assumed). The last line is JSON.
@@ -25,6 +25,8 @@ from twostroke.simulator.deployment import TracedRequest, Users, serve
 from twostroke.worker.profile import WorkerProfile
 
 WARM = 36
+LEARNING = 1 / 3
+"""Part of a run, at its beginning, that is not judged: routers learn over 10 s how busy prompts keep a worker."""
 FLEETS = ((1, 1), (1, 2), (2, 1))
 MODES: tuple[Mode, ...] = ("aggregated", "fixed", "hybrid")
 SHARED = {"own GPUs": None, "one GPU, time-sliced": 2.0, "one GPU, overlapping": 1.5}
@@ -94,16 +96,16 @@ def figures_of(gpus: str, fleet: tuple[int, int], mode: Mode, users: int, second
             decode_cache_tokens=profile.kv_tokens,
             warm=WARM,
         )
-    served = [one for one in run.served if one.token_s]
+    served = [one for one in run.served if one.token_s and one.at_s > LEARNING * seconds]
     gaps = [after - before for one in served for before, after in zip(one.token_s, one.token_s[1:], strict=False)]
-    tokens = sum(seconds * 0.1 < moment < seconds for one in served for moment in one.token_s)
+    tokens = sum(LEARNING * seconds < moment < seconds for one in run.served for moment in one.token_s)
     ttft = [one.ttft_s for one in served]
     return Figures(
         gpus,
         f"{fleet[0]}+{fleet[1]}",
         mode,
         users,
-        tokens / (0.9 * seconds),
+        tokens / ((1 - LEARNING) * seconds),
         percentile(ttft, 50),
         percentile(ttft, 90),
         percentile(gaps, 99),
@@ -115,13 +117,14 @@ def figures_of(gpus: str, fleet: tuple[int, int], mode: Mode, users: int, second
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--users", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--gpus", nargs="+", choices=list(SHARED), default=list(SHARED))
+    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     jobs = [
         (gpus, fleet, mode, users, options.seconds)
         for users in options.users
-        for gpus in SHARED
+        for gpus in options.gpus
         for fleet in FLEETS
         for mode in MODES
     ]

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def compare(trace: Trace, setting: Setting, cooldowns: list[float], *, only_ours: bool) -> dict[str, Any]:
-    """All scalers on one trace; each begins with the fleet that hindsight would have had with every prompt by a pair."""
+    """All scalers on one trace; each begins with the fleet that hindsight would have had, every prompt by a pair."""
     begun = time.monotonic()
     of_pairs = setting if setting.is_aggregated else replace(setting, mode="disaggregated")
     hindsight = fleet_in_hindsight(trace, of_pairs, MOST)
@@ -85,9 +85,8 @@ def compare(trace: Trace, setting: Setting, cooldowns: list[float], *, only_ours
     config = AutoscalingConfig(
         prefill=RoleLimits(min=min(1, most[0]), max=most[0]), decode=RoleLimits(min=1, max=most[1])
     )
-    print(
-        f"{trace.name} on {setting.kind.name}, {setting.mode}: {len(trace.requests)} requests, TTFT {setting.ttft_s:g} s"
-    )
+    what = f"{trace.name} on {setting.kind.name}, {setting.mode}"
+    print(f"{what}: {len(trace.requests)} requests, TTFT {setting.ttft_s:g} s")
     scalers: dict[str, Scaler] = {}
     if not only_ours:
         scalers = {"fixed, busiest 10 s": Fixed(*busiest), "fixed, hindsight": Fixed(*hindsight)}
