@@ -1,4 +1,4 @@
-"""Which roles are best for mixed prompts and answers, many at once: `python -m tests.simulation.roles`; takes minutes.
+"""Compare roles for mixed prompts and answers, many at once: `python -m tests.simulation.roles`; takes minutes.
 
 Users ask again as soon as they have their answer: prompts of 64 to 1,024 tokens, answers of 16 to 128. The exact
 simulation serves them with Llama-3.1-8B's floors on an H100 in three modes: aggregated (as many GPUs), `router.roles:

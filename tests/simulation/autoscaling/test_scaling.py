@@ -21,7 +21,7 @@ from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
 
-SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0)
+SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, mode="disaggregated")
 
 
 def limited_to(fleet: tuple[int, int], cooldown_s: float) -> AutoscalingConfig:
