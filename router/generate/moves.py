@@ -20,10 +20,10 @@ To the records of workers and of poisonous requests (router/health) the first pa
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -38,6 +38,7 @@ from twostroke.router.attempt_events import (
     AttemptLog,
     DecodeFailed,
     DecodeStarted,
+    MoveReason,
     SuspectRequest,
 )
 from twostroke.router.channels.token_channels import TokenChannels
@@ -61,7 +62,6 @@ LEAST_LEFT = 16
 MOVE_LIMIT_S = 20.0
 """Seconds after which a first part is given up."""
 
-MoveReason = Literal["drain", "crowded", "prompts"]
 AT_ONCE: dict[MoveReason, int] = {"drain": 16, "crowded": 1, "prompts": 2}
 """Moves away from one worker at a time, by reason."""
 
@@ -69,9 +69,10 @@ AT_ONCE: dict[MoveReason, int] = {"drain": 16, "crowded": 1, "prompts": 2}
 class StreamMoved(TwostrokeError):
     """The attempt ends, since its stream goes on along `path`. No fault: it says so to no client."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, reason: MoveReason):
         super().__init__(f"the stream goes on at worker {path.decode.peer.worker_id}")
         self.path = path
+        self.reason = reason
 
 
 @dataclass(eq=False)
@@ -106,8 +107,10 @@ class StreamMoves:
     draw_id: Callable[[], str]
     is_flexible: bool
     """Prefill workers may write answers."""
-    num_moved: int = field(default=0, init=False)  # counter: streams that went on elsewhere
-    num_failed: int = field(default=0, init=False)  # counter: moves whose first part failed
+    num_moved: Counter[MoveReason] = field(default_factory=Counter, init=False)
+    """Streams that went on elsewhere."""
+    num_failed: Counter[MoveReason] = field(default_factory=Counter, init=False)
+    """Moves whose first part failed."""
     _streams: dict[Peer, dict[RunningStream, None]] = field(default_factory=dict, init=False)  # in order
     _looking: "asyncio.Task[None] | None" = field(default=None, init=False)
 
@@ -184,11 +187,11 @@ class StreamMoves:
             return
         error = await self._try_first_part(stream, path)
         if error is None:
-            self.num_moved += 1
+            self.num_moved[reason] += 1
             _log.info("a stream moves to worker %s", path.decode.peer.worker_id, extra=extra)
-            stream.end(StreamMoved(path))
+            stream.end(StreamMoved(path, reason))
         else:
-            self.num_failed += 1
+            self.num_failed[reason] += 1
             _log.info("a stream could not be moved: %s", loggable(error), extra=extra)
             await asyncio.sleep(REST_S)
             stream.move = None

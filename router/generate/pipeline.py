@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 
@@ -14,9 +15,9 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted, StreamMove
 from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
-from twostroke.router.fleet import Fleet, NoPath, Path
+from twostroke.router.fleet import Fleet, NoPath, Path, PathKind
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.moves import RunningStream, StreamMoved, StreamMoves
@@ -125,7 +126,9 @@ class Pipeline:
             config=config,
         )
         self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
-        self._moves = StreamMoves(
+        self.paths: Counter[PathKind] = Counter()
+        """Paths that choices were admitted on."""
+        self.moves = StreamMoves(
             fleet,
             self._chooser,
             channels,
@@ -179,7 +182,7 @@ class Pipeline:
             observers = (hold, stages, self._records, self._chooser)
             log = AttemptLog(AttemptContext(path, request, sent, suspect), observers, self._clock)
             failure: WorkerLost | RequestError | None = None
-            has_moved = False
+            move: StreamMove | None = None
             try:
                 log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
@@ -200,7 +203,7 @@ class Pipeline:
                         yield event
                 return
             except StreamMoved as error:
-                target, num_moves, has_moved = error.path, num_moves + 1, True
+                target, num_moves, move = error.path, num_moves + 1, StreamMove(error.path.decode, error.reason)
                 continue
             except (WorkerLost, RequestError) as error:
                 failure = error
@@ -225,7 +228,7 @@ class Pipeline:
                 if not isinstance(error, PrefillMoved):
                     failed.add(decode)
             finally:
-                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded, has_moved))
+                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded, move))
             await self._records.suspects.judge(suspect)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
@@ -249,7 +252,7 @@ class Pipeline:
         stream = RunningStream(
             request, context.sent, context.suspect, worker, attempt.end, self._clock(), num_moves=num_moves
         )
-        return self._moves.running(stream)
+        return self.moves.running(stream)
 
     async def _find(
         self,
@@ -320,7 +323,8 @@ class Pipeline:
         except BaseException:
             hold.release()
             raise
-        stages.expected = path.estimate
+        stages.path_kind, stages.expected = path.kind, path.estimate
+        self.paths[path.kind] += 1
         stages.admit = self._clock()
         self._budget.count_first_attempt()
 

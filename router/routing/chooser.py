@@ -176,7 +176,7 @@ class PathChooser:
         query = self._query(request, sent)
         left_out = {source.peer, *ejected}
         target = cheapest_target([one for one in workers if one.info.peer not in left_out], query, source)
-        return Path(None, target.info, new_tokens=target.info.layout.block_size)
+        return Path(None, target.info, new_tokens=target.info.layout.block_size, is_at_prefill=target.role == "prefill")
 
     def hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
         """Count the attempt in at its workers."""
@@ -202,9 +202,9 @@ class PathChooser:
             case DecodeDone(reply, num_tokens) if path.prefill is None and reply.transfer_s > 0:
                 # Without a transfer the prefix that was to be pulled was there already.
                 self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
-            case AttemptEnded(error=error, has_decoded=True, has_moved=has_moved):
+            case AttemptEnded(error=error, has_decoded=True, move=move):
                 sent = attempt.sent  # the decode worker holds the KV of all but the last token
-                if error is None and not has_moved:
+                if error is None and move is None:
                     self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
                 self._expect(path.decode, attempt.request, sent[:-1])
 

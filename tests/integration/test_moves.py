@@ -241,10 +241,10 @@ async def test_answers_of_every_form_are_the_same_where_their_streams_move() -> 
         first._deps.engine.step = slow  # type: ignore[method-assign]
         second.leave()
         task = asyncio.create_task(of_all_forms(here))
-        streams = here.served.pipeline._moves._streams
+        streams = here.served.pipeline.moves._streams
         await until(lambda: sum(len(one.sent) > 2 for running in streams.values() for one in running) == 5)
         pause_s = 0.2  # so that no answer ends there
         second.resume()
         first.leave()
-        await until(lambda: here.served.pipeline._moves.num_moved == 5)
+        await until(lambda: here.served.pipeline.moves.num_moved.total() == 5)
         assert await task == undisturbed

@@ -3,7 +3,7 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ from msgspec import structs
 from twostroke.cluster.cli import main
 from twostroke.planning.answer import settings_of
 from twostroke.planning.commands.plan import add_arguments, run
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.workload import promise_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
@@ -74,7 +74,7 @@ def test_measured_workers_are_planned_and_simulated(capsys: pytest.CaptureFixtur
     assert best["goodput_rps"] == max(best["goodput_rps"], *(one["goodput_rps"] for one in told["runners_up"]))
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "disaggregated", "hybrid"])
+@pytest.mark.parametrize("mode", get_args(Mode))
 def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> None:
     profile = WorkerProfile(
         *("b", StepCosts(1, 1, 1, 1, 1), 1.0, 16, 1.0, 2048, 64, ""), hardware="h200", ranks=2, quantization="int8"

@@ -4,12 +4,13 @@ import math
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.queueing import batch_of, erlang_c, late_s, rows_s, wait_of
 from twostroke.planning.workload import SLOTargets, Workload, promise_of
 from twostroke.protocol.errors import ConfigError
@@ -59,7 +60,7 @@ def test_kv_that_the_link_cannot_carry_never_comes() -> None:
     assert math.isinf(late_s(slow, 1000, 1000.0, 700.0))
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "disaggregated", "hybrid"])
+@pytest.mark.parametrize("mode", get_args(Mode))
 def test_more_load_never_keeps_a_promise_better_and_more_workers_serve_more(mode: str) -> None:
     def of(prefill: int, decode: int) -> Layout:
         if mode == "aggregated":

@@ -102,7 +102,7 @@ class BlindRouter(SimRouter):
         self.reasons = Counter[str]()  # of moves that were begun
         self._ends: dict[int, tuple[Sequence[int], list[float]]] = {}  # when answers moved, by what was sent of them
         super().__init__(index, fleet, fabric, config, PROMISE_NOTHING)
-        self._watch(self.pipeline._moves)
+        self._watch(self.pipeline.moves)
 
     def _watch(self, moves: StreamMoves) -> None:
         move, clock = moves._move, asyncio.get_running_loop().time

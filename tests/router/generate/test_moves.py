@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def moves(self):
-        return self.rig.pipeline._moves
+        return self.rig.pipeline.moves
 
     async def drain(self):
         tell(self.source, is_draining=True)
@@ -103,7 +103,7 @@ async def test_a_stream_leaves_a_worker_that_drains_and_its_kv_is_pulled_before(
         assert [one.token_ids for one in scene.source.prefixes] == [first.token_ids]
         assert scene.source.cancelled == [scene.source.seen[0].request_id]
         assert [one.error for one in scene.stages.tries] == [None, None]
-        assert (scene.moves.num_moved, scene.moves.num_failed) == (1, 0)
+        assert (scene.moves.num_moved.total(), scene.moves.num_failed.total()) == (1, 0)
 
 
 async def test_the_source_goes_on_while_the_target_computes(scene_of):
@@ -165,7 +165,7 @@ async def test_the_stream_stays_where_the_first_part_fails(scene_of, fail, monke
     async with scene_of() as scene:
         await fail(scene)
         await scene.drain()
-        await scene.until(lambda: scene.moves.num_failed >= 2)  # it is tried again
+        await scene.until(lambda: scene.moves.num_failed.total() >= 2)  # it is tried again
         assert not scene.decode_calls(scene.others[0])
         go_on(scene.source)
         await scene.ends_right()
@@ -177,7 +177,7 @@ async def test_the_stream_stays_where_the_target_dies_in_the_first_part(scene_of
     async with scene_of() as scene:
         await scene.first_part_begins()
         await scene.target.die()
-        await scene.until(lambda: scene.moves.num_failed == 1)
+        await scene.until(lambda: scene.moves.num_failed.total() == 1)
         go_on(scene.source)
         await scene.ends_right()
         assert scene.stages.attempts == 1
@@ -221,7 +221,7 @@ async def test_another_worker_goes_on_where_the_source_dies_in_the_first_part(sc
         await scene.first_part_begins()
         await scene.source.die()
         await scene.ends_right()
-        assert scene.moves.num_moved == 0
+        assert scene.moves.num_moved.total() == 0
         assert len(scene.decode_calls(scene.others[0])) == 1
 
 
@@ -256,7 +256,7 @@ async def test_a_client_that_leaves_ends_the_move_and_all_calls(scene_of, part):
             allow(scene.others[0], 1)
             await scene.drain()
             scene.tokens += [token.token_id for token in (await anext(scene.events)).tokens]
-            assert scene.moves.num_moved == 1
+            assert scene.moves.num_moved.total() == 1
         await scene.events.aclose()
         assert not scene.rig.fleet.owned
         assert scene.rig.pipeline.in_flight == 0
@@ -305,7 +305,7 @@ async def test_a_stream_that_kills_two_targets_of_its_move_kills_no_third(scene_
         for other in scene.others:
             other.poison = lambda tokens: True
         await scene.drain()
-        await scene.until(lambda: scene.moves.num_failed >= 4)
+        await scene.until(lambda: scene.moves.num_failed.total() >= 4)
         assert sum(other.dead for other in scene.others) == 2
         go_on(scene.source)
         await scene.ends_right()

@@ -1,4 +1,4 @@
-"""Which streams move, where to, when and how often: the rules of StreamMoves, at workers that tell what they like."""
+"""The streams that leave a worker: who first, for which reason, where to, and how often. The fleet is told, not run."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -188,7 +188,7 @@ async def test_a_stream_stays_where_nobody_has_room_and_leaves_once_somebody_has
     for other in ("p0", "p1", "d1"):
         scene.tell(other, free_blocks=0)
     assert await scene.look() == []
-    assert scene.moves.num_failed == 0
+    assert scene.moves.num_failed.total() == 0
     scene.tell("d1")
     assert await scene.look() == ["a"]
 

@@ -8,7 +8,7 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import BlocksChanged
 from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, TokenEvent
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone
+from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone, StreamMove
 
 
 def waiting(tokens):
@@ -70,13 +70,14 @@ async def test_an_answer_that_has_ended_is_expected_where_it_was_written_but_for
 
 
 @pytest.mark.parametrize(
-    ("error", "has_moved", "teaches"), [(None, False, True), (None, True, False), (WorkerLost("dead"), False, False)]
+    ("error", "moves", "teaches"), [(None, False, True), (None, True, False), (WorkerLost("dead"), False, False)]
 )
-async def test_only_attempts_that_end_an_answer_teach_how_long_answers_are(error, has_moved, teaches):
+async def test_only_attempts_that_end_an_answer_teach_how_long_answers_are(error, moves, teaches):
     rig = Rig()
     path, hold = rig.take(request())
     before = rig.chooser._answer_tokens
-    rig.emit(path, AttemptEnded(0.0, error, True, has_moved), (1, 2, 3))
+    move = StreamMove(path.decode, "crowded") if moves else None
+    rig.emit(path, AttemptEnded(0.0, error, True, move), (1, 2, 3))
     hold.release()
     assert (rig.chooser._answer_tokens < before) == teaches
 
