@@ -1,4 +1,4 @@
-"""Which streams move, where to, when and how often: the rules of StreamMoves, at workers that tell what they like."""
+"""The rules of StreamMoves at workers that tell what they like: which streams move, where to, when and how often."""
 
 import asyncio
 from dataclasses import dataclass, field
