@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import TwostrokeError, WorkerFailed, loggable
+from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, loggable
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, SamplingParams, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
@@ -210,7 +210,8 @@ class StreamMoves:
         except TwostrokeError as failure:
             error = failure
         except TimeoutError:
-            error = WorkerFailed(f"it took longer than {MOVE_LIMIT_S:g} s")
+            # The source may be to blame as well as the target: it counts against neither.
+            error = RequestError(f"it took longer than {MOVE_LIMIT_S:g} s", code="timeout", status=504)
         except Exception as failure:
             _log.exception("the first part of a move failed unexpectedly", extra=about(stream.request.log_context))
             error = WorkerFailed(f"the call failed: {type(failure).__name__}")

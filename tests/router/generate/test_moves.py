@@ -171,6 +171,8 @@ async def test_the_stream_stays_where_the_first_part_fails(scene_of, fail, monke
         await scene.ends_right()
         assert scene.stages.attempts == 1
         assert len(scene.source.seen) == 1
+        is_blamed = not scene.rig.pipeline._records._ejection.is_empty
+        assert is_blamed == (fail in (fail_by_a_bug, fail_by_an_error_in_the_reply))
 
 
 async def test_the_stream_stays_where_the_target_dies_in_the_first_part(scene_of):

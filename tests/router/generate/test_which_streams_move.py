@@ -1,4 +1,4 @@
-"""The streams that leave a worker: who first, for which reason, where to, and how often. The fleet is told, not run."""
+"""The rules of StreamMoves at workers that tell what they like: which streams move, where to, when and how often."""
 
 import asyncio
 from dataclasses import dataclass, field
