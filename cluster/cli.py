@@ -64,6 +64,10 @@ _COMMANDS = {
         "benchmarks.interference",
         "what running streams feel of a long prompt on the same worker",
     ),
+    "bench roles": (
+        "benchmarks.roles",
+        "workers that take each other's work, beside the same cores aggregated and divided",
+    ),
     "bench autoscaling": (
         "benchmarks.autoscaling",
         "whether workers follow a load that rises fourfold and falls again",

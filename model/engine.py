@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import ArrangeExperts
 from twostroke.protocol.requests import SampledToken
+
+if TYPE_CHECKING:  # numba is imported only where there is no GPU
+    from twostroke.model.cpu.kernels.core_lending import CoreLending
 
 
 class ThreadEngine:
@@ -27,11 +31,15 @@ class ThreadEngine:
         *,
         threads: int | None = None,
         cores: Collection[int] | None = None,
+        lending: "CoreLending | None" = None,
     ):
         """Calls `build` on the new thread and waits for it; what it raises is raised here, and no thread is left.
 
-        `threads` is how many cores a step may use, `cores` which ones; None: all that this process may run on.
+        `threads` is how many cores a step may use, `cores` which ones; None: all that this process may run on. With
+        `lending`, which belongs to the engine then, the cores are lent while there is no step.
         """
+        self._lending = lending
+        self._num_given = self._num_ended = 0  # steps; each is counted on one thread alone
         self._executor = ThreadPoolExecutor(
             1, thread_name_prefix="engine", initializer=_settle, initargs=(threads, cores)
         )
@@ -44,7 +52,10 @@ class ThreadEngine:
             self._runner = self._executor.submit(build).result()
         except BaseException:
             self._executor.shutdown()
+            if lending is not None:
+                lending.close()
             raise
+        self._lend_if_idle()
 
     async def step(
         self,
@@ -73,6 +84,9 @@ class ThreadEngine:
         try:
             ended: Future[list[SampledToken | None]] = Future()
             announcer = None if on_layer is None else announce
+            self._num_given += 1
+            if self._lending is not None:
+                self._lending.begin()
             begun = self._executor.submit(self._step, ended, batch, announcer, copies)
             begun.add_done_callback(lambda begun: ended.cancel() if begun.cancelled() else None)  # by `close`
             return await asyncio.wrap_future(ended)
@@ -96,6 +110,8 @@ class ThreadEngine:
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._collector.shutdown(wait=True)
         self._runner.close()
+        if self._lending is not None:
+            self._lending.close()
 
     def _step(
         self,
@@ -105,7 +121,9 @@ class ThreadEngine:
         copies: Sequence[BlockCopy],
     ) -> None:
         """Launch a step, and have it end where what it draws is known first: the event loop has no part between."""
+        self._num_ended += 1
         if not ended.set_running_or_notify_cancel():
+            self._lend_if_idle()
             return
         try:
             launched = self._launch(batch, on_layer, copies)
@@ -117,6 +135,13 @@ class ThreadEngine:
             ended.set_exception(error)
         else:
             ended.set_result(found)
+        finally:
+            self._lend_if_idle()
+
+    def _lend_if_idle(self) -> None:
+        """Lend the cores unless another step waits. A step that comes meanwhile takes them back as it begins."""
+        if self._lending is not None and self._num_ended == self._num_given:
+            self._lending.end()
 
     def _launch(
         self,
@@ -126,6 +151,8 @@ class ThreadEngine:
     ) -> LaunchedStep:
         if self._failure is not None:
             raise WorkerLost(f"the engine is dead since a step failed: {self._failure}")
+        if self._lending is not None:
+            self._lending.begin()
         try:
             if copies:
                 self._runner.copy_blocks(copies)

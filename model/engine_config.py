@@ -46,6 +46,7 @@ class EngineConfig:
     announces_layers: bool = False  # in every step: no decode step is replayed then
     threads: int | None = None  # cores that a step may use; None: all
     cores: tuple[int, ...] | None = None  # which ones; None: whichever the system chooses
+    core_table: Path | None = None  # by which workers of a host lend cores; on CPUs, one rank. None: they don't
     max_context: int | None = None  # tokens; None: what the model and the cache allow
 
 

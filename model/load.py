@@ -2,8 +2,10 @@
 
 import gc
 import logging
+import os
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,6 +50,9 @@ from twostroke.model.served import ServedModel, open_model
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
+
+if TYPE_CHECKING:  # numba is imported only where there is no GPU
+    from twostroke.model.cpu.kernels.core_lending import CoreLending
 
 _log = logging.getLogger(__name__)
 
@@ -98,9 +103,14 @@ class LoadedEngine:
         self.max_context = resolve_max_context(config, model, blocks)
         free = available_bytes(self._device)
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
+        self._lending: CoreLending | None = None
+        if config.core_table is not None:
+            from twostroke.model.cpu.kernels.core_lending import lend_cores
+
+            self._lending = lend_cores(config.threads or len(os.sched_getaffinity(0)), config.core_table)
         try:
             build = partial(self._build, found, blocks)
-            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores)
+            self.engine = ThreadEngine(build, threads=config.threads, cores=config.cores, lending=self._lending)
         except torch.OutOfMemoryError as error:
             # No room for steps or weights: other processes may have taken it meanwhile.
             said = str(error).splitlines()[0] if str(error) else "out of memory"
@@ -154,7 +164,7 @@ class LoadedEngine:
         """Build the runner on the engine's thread. Raises ConfigError."""
         config, device, model, rank = self._config, self._device, self.model_config, self._rank
         self._join_ranks()
-        backend = _backend(device, config)
+        backend = _backend(device, config, self._lending)
         spare = config.parallel.spare_experts
         options = LoadOptions(
             self._dtype,
@@ -211,12 +221,12 @@ class LoadedEngine:
         return runner
 
 
-def _backend(device: torch.device, config: EngineConfig) -> Backend:
+def _backend(device: torch.device, config: EngineConfig, lending: "CoreLending | None") -> Backend:
     # Each host needs what its own kernels are compiled with alone: numba or Triton.
     if device.type == "cpu":
         from twostroke.model.cpu.backend import CpuBackend
 
-        return CpuBackend()
+        return CpuBackend(lending)
     from twostroke.model.cuda.backend import CudaBackend
 
     return CudaBackend(prefill_kernel=config.prefill_kernel)

@@ -123,11 +123,13 @@ class ScoreDone:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The attempt has nothing open any more. `has_decoded`: there was a DecodeStarted."""
+    """The attempt has nothing open any more. `has_decoded`: there was a DecodeStarted. `has_moved`: its stream goes on
+    at another worker."""
 
     at: float
     error: TwostrokeError | None
     has_decoded: bool
+    has_moved: bool = False
 
 
 AttemptEvent = (

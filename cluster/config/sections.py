@@ -176,6 +176,9 @@ class WorkerResources(Section):
     cores: str | None = None
     """Cores that a worker's steps are bound to, like `0-3,8`, in place of `threads`. All workers of the role get the
     same, so use it with one worker per machine; null: not bound."""
+    lend_cores: bool = True
+    """A CPU worker with nothing to compute lends its cores to other workers of the server on its machine that
+    lend theirs, until it has a step. false, `cores`, or several ranks: it keeps to its own."""
     num_gpus: GpuCount = "auto"
     """GPUs of one worker (of each of its ranks: 0 or 1); fractions let workers share one. auto: `twostroke serve`
     shares this machine's GPUs out and says how in one line: as many workers as there are GPUs where `replicas` are not
@@ -249,6 +252,11 @@ class WorkerResources(Section):
         if cores is not None:
             parse_cores(cores)
         return cores
+
+    @property
+    def lends_cores(self) -> bool:
+        """Return whether a worker without GPUs lends and borrows cores."""
+        return self.lend_cores and self.cores is None and self.num_ranks == 1
 
     @property
     def gpus(self) -> float:

@@ -104,6 +104,11 @@ class WorkerSettings:
         return self.resources.parallel
 
     @property
+    def lends_cores(self) -> bool:
+        """Return whether the worker lends its cores to others of its machine and borrows theirs."""
+        return self.device == "cpu" and self.resources.lends_cores
+
+    @property
     def staged(self) -> Staged:
         """Return the memory that staging links take of each rank's GPU."""
         stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
@@ -121,8 +126,11 @@ class WorkerSettings:
         goes_over_nccl = self.device == "cuda" and self.transport == "torch_distributed"
         return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
-    def engine_config(self, folder: Path, gpu: int = 0) -> "EngineConfig":
-        """Return the engine's configuration for a rank. `gpu` is the rank's number among the visible GPUs."""
+    def engine_config(self, folder: Path, gpu: int = 0, core_table: Path | None = None) -> "EngineConfig":
+        """Return the engine's configuration for a rank. `gpu` is the rank's number among the visible GPUs.
+
+        `core_table` is for workers that lend cores.
+        """
         from twostroke.model.costs.sizes import StepBounds
         from twostroke.model.engine_config import EngineConfig
 
@@ -147,5 +155,6 @@ class WorkerSettings:
             announces_layers=self.announces_layers,
             threads=self.threads,
             cores=None if self.resources.cores is None else parse_cores(self.resources.cores),
+            core_table=core_table if self.lends_cores else None,
             max_context=self.model.max_context,
         )

@@ -1,9 +1,13 @@
 """The parts of one rank of a worker, loaded in its own process. A single rank is the whole worker."""
 
 import asyncio
+import hashlib
+import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,6 +44,17 @@ and the one that waits for the GPU take turns in each step. Python's own 5 ms ar
 are longer, and computed without the interpreter: there more turns only cost."""
 
 
+SPIN_COUNT = 10_000
+"""Looks of a thread of a CPU's team for work before it sleeps: 0.1 to 0.5 ms, longer than between two kernels.
+GNU's own 300,000 hold a core for up to 16 ms after each step, and a borrowed one until the borrower's step ends."""
+
+
+def limit_spinning() -> None:
+    """Have OpenMP's threads sleep soon, unless the environment says otherwise. It counts before torch is loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+
+
 @dataclass(frozen=True)
 class RankParts:
     """An engine with its cache, and both sides of KV transfer on the transports it has."""
@@ -74,7 +89,8 @@ async def load_rank(
     if settings.device == "cuda":
         sys.setswitchinterval(SWITCH_S)
     gpu = 0 if place is None else place.rank % settings.parallel.tensor_ranks
-    config = settings.engine_config(resolve_model_folder(settings.model.path, revision=settings.model.revision), gpu)
+    folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
+    config = settings.engine_config(folder, gpu, core_table_path(secret))
     # The event loop answers Serve's health checks meanwhile, and hears of other ranks' ends.
     loaded = await asyncio.to_thread(load_engine, config, place)
     store: KVStore = loaded.kv_cache
@@ -114,6 +130,13 @@ async def load_rank(
             secret=secret,
         ),
     )
+
+
+def core_table_path(secret: bytes) -> Path:
+    """Return the path of the table by which the workers of one server on one host lend each other cores."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    name = hashlib.sha256(b"core lending" + secret).hexdigest()[:16]
+    return Path(shared, f"twostroke-cores-{os.getuid()}", name)
 
 
 def close_engine(loaded: "LoadedEngine") -> None:

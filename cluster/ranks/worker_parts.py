@@ -14,7 +14,7 @@ import msgspec
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
-from twostroke.cluster.ranks.rank_parts import RankParts, load_rank
+from twostroke.cluster.ranks.rank_parts import RankParts, limit_spinning, load_rank
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.messages import most_step_bytes
 from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
@@ -67,6 +67,7 @@ async def load_parts(
 
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
+    limit_spinning()
     from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.model.cuda.gpu_use import watch_gpu
     from twostroke.protocol.grammars import Grammars

@@ -21,6 +21,7 @@ from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cpu import latents, linears
 from twostroke.model.cpu.experts import make_experts
 from twostroke.model.cpu.kernels import attention, elementwise, experts
+from twostroke.model.cpu.kernels.core_lending import CoreLending
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
 from twostroke.model.parallel.context_parts import ContextParts
@@ -29,8 +30,8 @@ from twostroke.model.parallel.context_parts import ContextParts
 class CpuBackend:
     """Implements model.backend.Backend for fp32 and bf16. All tensors are contiguous."""
 
-    def __init__(self) -> None:
-        self.launcher = Launcher()
+    def __init__(self, lending: CoreLending | None = None) -> None:
+        self.launcher = Launcher(lending)
 
     def make_linear(
         self,

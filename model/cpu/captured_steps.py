@@ -43,7 +43,7 @@ class CpuCapturedSteps:
             return None
         program, logits = self._programs.get(count) or self._record(count)
         self._inputs.fill(batch)
-        program.replay()
+        self._launcher.replay(program)
         return logits
 
     def _record(self, count: int) -> tuple[Program, Tensor]:

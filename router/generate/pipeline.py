@@ -5,7 +5,7 @@ import logging
 import random
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 
 import msgspec
 
@@ -125,7 +125,16 @@ class Pipeline:
             config=config,
         )
         self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
-        self._moves = StreamMoves(fleet, self._chooser, channels, secret, clock, draw_id, is_flexible=self.is_flexible)
+        self._moves = StreamMoves(
+            fleet,
+            self._chooser,
+            channels,
+            self._records,
+            secret,
+            clock,
+            draw_id,
+            is_flexible=self.is_flexible,
+        )
 
     @property
     def in_flight(self) -> int:
@@ -170,28 +179,28 @@ class Pipeline:
             observers = (hold, stages, self._records, self._chooser)
             log = AttemptLog(AttemptContext(path, request, sent, suspect), observers, self._clock)
             failure: WorkerLost | RequestError | None = None
+            has_moved = False
             try:
                 log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
                     await self._records.await_exclusive_try(suspect, path)
                 attempt = self._attempt(log, stages, failed)
                 events = attempt.events(deadline - self._clock())
-                with self._movable(attempt, log, stages, num_moves):
-                    async with aclosing(events):
-                        is_first = True
-                        async for event in events:
-                            now = self._clock()
-                            if is_first and stages.attempts > 1:
-                                _log_resumption(stages, len(sent), now - last)
-                            is_first, last = False, now
-                            sent.extend(token.token_id for token in event.tokens)
-                            stages.num_output_tokens += len(event.tokens)
-                            if event.finish_reason is not None:
-                                stages.finish = now
-                            yield event
+                async with self._movable(attempt, log, stages, num_moves), aclosing(events):
+                    is_first = True
+                    async for event in events:
+                        now = self._clock()
+                        if is_first and stages.attempts > 1:
+                            _log_resumption(stages, len(sent), now - last)
+                        is_first, last = False, now
+                        sent.extend(token.token_id for token in event.tokens)
+                        stages.num_output_tokens += len(event.tokens)
+                        if event.finish_reason is not None:
+                            stages.finish = now
+                        yield event
                 return
             except StreamMoved as error:
-                target, num_moves = error.path, num_moves + 1
+                target, num_moves, has_moved = error.path, num_moves + 1, True
                 log.emit(StreamLeft(self._clock(), target.decode))
                 continue
             except (WorkerLost, RequestError) as error:
@@ -217,7 +226,7 @@ class Pipeline:
                 if not isinstance(error, PrefillMoved):
                     failed.add(decode)
             finally:
-                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded))
+                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded, has_moved))
             await self._records.suspects.judge(suspect)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
@@ -231,13 +240,16 @@ class Pipeline:
 
     def _movable(
         self, attempt: Attempt | ScoreAttempt, log: AttemptLog, stages: SequenceStages, num_moves: int
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Let the attempt's stream move to another worker for as long as the context lasts."""
         if not self._config.moves or isinstance(attempt, ScoreAttempt):
             return nullcontext()
         context = log.attempt
         request = msgspec.structs.replace(context.request, log_context=stages.log_context)
-        stream = RunningStream(request, context.sent, context.path.decode, attempt.end, self._clock(), num_moves)
+        worker = context.path.decode
+        stream = RunningStream(
+            request, context.sent, context.suspect, worker, attempt.end, self._clock(), num_moves=num_moves
+        )
         return self._moves.running(stream)
 
     async def _find(

@@ -1,4 +1,4 @@
-"""Which workers change their roles, so that there are as many of each role as the autoscaler wants. Pure.
+"""The choice of workers that change their roles, so that there are as many of each role as the autoscaler wants. Pure.
 
 Each router computes it from what the workers tell, and all come to the same: a worker that is told twice changes once.
 """

@@ -30,6 +30,7 @@ from numba.core import cgutils
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from twostroke.model.cpu.kernels.core_lending import CoreLending, num_threads
 from twostroke.model.cpu.kernels.launch import (
     WIDE,
     Kernel,
@@ -44,9 +45,15 @@ PATIENCE = 500
 """Polls of a waiting thread before it offers its core to others at each poll: about 10 us."""
 
 _LINE = 8  # words of a cache line
-_ARRIVED, _NUM_OPS, _NUM_THREADS, _THREAD, _YIELD, _OPS = 0, _LINE, _LINE + 1, _LINE + 2, _LINE + 3, 2 * _LINE
-"""Words of a program: arrivals at all barriers so far, on a line of their own; number of kernels; addresses of
-omp_get_num_threads, omp_get_thread_num (0: one thread) and sched_yield; from _OPS on (kernel, its words) pairs."""
+_ARRIVED, _RELEASED, _NUM_OPS, _NUM_THREADS, _THREAD, _YIELD, _LENDING, _OPS = (
+    *(0, _LINE),
+    *range(2 * _LINE, 2 * _LINE + 5),
+    3 * _LINE,
+)
+"""Words of a program: arrivals at all barriers so far, and the last barrier that thread 0 has opened, each on a line of
+its own; number of kernels; addresses of omp_get_num_threads, omp_get_thread_num (0: one thread) and sched_yield;
+address of the words of core_lending.num_threads (0: no core is borrowed); from _OPS on (kernel, its words) pairs."""
+MOST_THREADS = 1 << 16
 
 
 class Program:
@@ -64,11 +71,15 @@ class Program:
         self._ops.append((kernel.address, packed(num_items, grain, arguments)))
         self._memory = None
 
-    def replay(self) -> None:
-        """Run all kernels, one after the other, on all threads of torch's pool."""
+    def replay(self, lending: CoreLending | None = None) -> None:
+        """Run all kernels, one after the other, on all threads of torch's pool.
+
+        With `lending`, threads on borrowed cores leave between two kernels once the cores' owner needs them.
+        """
         if self._memory is None:
             self._memory = _laid_out(self._ops)
-        self._memory[_ARRIVED] = 0
+        self._memory[_ARRIVED] = self._memory[_RELEASED] = 0
+        self._memory[_LENDING] = 0 if lending is None else lending.address
         _walk.run_team(self._memory.ctypes.data, torch.get_num_threads())
 
 
@@ -126,6 +137,18 @@ def arrivals(builder, program):
 
 
 @written_in_llvm()
+def released(builder, program):
+    """Emit the load of the barrier that thread 0 has opened."""
+    return builder.load_atomic(builder.gep(program, [WIDE(_RELEASED)]), "acquire", 8)
+
+
+@written_in_llvm()
+def release(builder, program, barrier):
+    """Emit the store that opens a barrier."""
+    builder.store_atomic(barrier, builder.gep(program, [WIDE(_RELEASED)]), "release", 8)
+
+
+@written_in_llvm()
 def pause(builder):
     """Emit the instruction that marks a waiting loop, on cores that have one."""
     if platform.machine() in ("x86_64", "AMD64"):
@@ -138,16 +161,18 @@ def pause(builder):
 
 
 @compiled
-def _meet(program, expected):
-    """Wait until `expected` arrivals have been counted, this thread's included."""
-    arrive(program)
-    looks = 0
-    while arrivals(program) < expected:
-        looks += 1
-        if looks < PATIENCE:
-            pause()
-        else:
-            call(program[_YIELD])
+def _wait(program, looks):
+    """Wait before the next look at a barrier, after so many."""
+    if looks < PATIENCE:
+        pause()
+    else:
+        call(program[_YIELD])
+
+
+@compiled
+def _threads_left(program, threads):
+    """The threads of a team of `threads` that may go on."""
+    return min(threads, num_threads(as_integers(program[_LENDING]))) if program[_LENDING] != 0 else threads
 
 
 @Kernel
@@ -156,13 +181,28 @@ def _walk(program):
     threads, thread = 1, 0
     if program[_NUM_THREADS] != 0:
         threads, thread = call(program[_NUM_THREADS]), call(program[_THREAD])
+    expected = 0
     for op in range(program[_NUM_OPS]):
         words = program[_OPS + 2 * op + 1]
         call_kernel(program[_OPS + 2 * op], words)
+        looks = 0
+        if thread > 0:
+            arrive(program)
+            while released(program) // MOST_THREADS <= op:
+                _wait(program, looks)
+                looks += 1
+            if released(program) % MOST_THREADS <= thread:
+                return  # the owner of a borrowed core needs it
+            continue
         if threads > 1:
-            _meet(program, (op + 1) * threads)
-        if thread == 0:
-            as_integers(words)[0] = 0  # the items, for the next replay: no thread takes any now
+            expected += threads - 1
+            while arrivals(program) < expected:
+                _wait(program, looks)
+                looks += 1
+        as_integers(words)[0] = 0  # the items, for the next replay: no thread takes any now
+        if threads > 1:
+            threads = _threads_left(program, threads)
+            release(program, (op + 1) * MOST_THREADS + threads)
 
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector
@@ -223,19 +263,34 @@ class NotRecordable(Exception):
 
 
 class Launcher:
-    """Runs kernels at once, or records them. Belongs to one engine, and is used on its thread."""
+    """Runs kernels at once, or records them. Belongs to one engine, and is used on its thread.
 
-    def __init__(self) -> None:
+    With `lending`, which is the engine's, kernels also use the cores of idle workers.
+    """
+
+    def __init__(self, lending: CoreLending | None = None) -> None:
         self.arena = Arena()
         """Arena of the programs' intermediate results."""
         self._program: Program | None = None
+        self._lending = lending
 
     def run(self, kernel: Kernel, num_items: int, grain: int, *arguments: Tensor | float) -> None:
         """Run a kernel as Kernel.run does."""
         if self._program is None:
+            self._settle_threads()
             kernel.run(num_items, grain, *arguments)
         else:
             self._program.append(kernel, num_items, grain, *arguments)
+
+    def replay(self, program: Program) -> None:
+        """Run a program as Program.replay does."""
+        self._settle_threads()
+        program.replay(self._lending)
+
+    def _settle_threads(self) -> None:
+        """Have torch, and so our kernels, use as many threads as this worker may use now."""
+        if self._lending is not None and (threads := self._lending.num_threads()) != torch.get_num_threads():
+            torch.set_num_threads(threads)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised, contiguous memory for a kernel's output."""

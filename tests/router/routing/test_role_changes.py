@@ -1,4 +1,4 @@
-"""Which workers change their roles for the autoscaler: the fewest, and the same whichever router looks."""
+"""Role changes for the autoscaler: the fewest, and the same whichever router looks."""
 
 import random
 from collections import Counter
