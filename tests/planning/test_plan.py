@@ -64,6 +64,18 @@ def test_fewer_gpus_serve_less_and_dearer_ones_are_left_to_others(capsys: pytest
     assert set(on_h100["hardware"].values()) == {"h100-80gb"}
 
 
+def test_a_plan_answers_with_the_modes_that_are_named_and_compares_fixed_roles(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["Llama-3.1-8B", "--gpu", "h100-80gb", "--gpus", "4", "--formulas", *FIXED, *SLO]
+    told = planned(capsys, *asked, "--modes", "hybrid", "fixed")
+    found: dict[str, float] = {}
+    for one in (told["best"], *told["runners_up"]):
+        found[one["mode"]] = max(one["goodput_rps"], found.get(one["mode"], 0.0))
+    assert found.keys() == {"hybrid", "fixed"}
+    assert found["hybrid"] >= found["fixed"]
+
+
 def test_measured_workers_are_planned_and_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     told = planned(
         capsys, "bundled", "--costs", "160m-cpu", "--gpus", "4", *FIXED, "--slo", "ttft_p90_s=1,tpot_p90_s=0.03"

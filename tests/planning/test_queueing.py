@@ -106,3 +106,13 @@ def test_a_promise_that_says_too_little_is_refused(text: str) -> None:
 
 def test_a_promise_is_read_with_its_percentiles() -> None:
     assert promise_of("ttft_p99_s=2,tpot_p50_s=0.1") == SLOTargets(2.0, 0.1, 0.99, 0.5)
+
+
+def test_idle_prefill_workers_write_answers_unless_roles_are_fixed() -> None:
+    long_answers = Workload("long answers", ((64, 300), (200, 400)))
+    fixed, hybrid = (Layout(mode, KIND, 1, KIND, 2) for mode in ("fixed", "hybrid"))
+    promise = replace(PROMISE, tpot_s=0.008)
+    served = fixed.goodput(long_answers, promise)
+    assert 1.05 * served < hybrid.goodput(long_answers, promise) < 3 * served
+    long_prompts = Workload("long prompts", ((3000, 4),))
+    assert hybrid.goodput(long_prompts, PROMISE) == pytest.approx(fixed.goodput(long_prompts, PROMISE), rel=0.05)
