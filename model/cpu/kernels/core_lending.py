@@ -34,27 +34,30 @@ _CORES, _IS_BUSY = 0, 1
 """Columns of a row; a row without cores is free."""
 _ROW_BYTES = 16
 _TABLE_BYTES = MOST_WORKERS * _ROW_BYTES
-_TABLE, _ROW, _MOST, _NUM_THREADS = range(4)
-"""Words for `num_threads`: address of the table, the worker's own row, most threads, and the result."""
+_TABLE, _ROW, _HOST_CORES, _NUM_THREADS = range(4)
+"""Words for `num_threads`: address of the table, the worker's own row, the host's cores, and the result."""
 
 
 @compiled
 def num_threads(words):
     """The threads that a worker may use now: its own cores, and its share of the idle workers' cores."""
     table, own = as_integers(words[0]), words[1]
-    idle, borrowers, before = 0, 0, 0
+    idle, busy, borrowers, before = 0, 0, 0, 0
     for row in range(MOST_WORKERS):
         cores = table[2 * row]
         if row == own or (cores > 0 and table[2 * row + 1] != 0):
+            busy += cores
             borrowers += 1
             if row < own:
                 before += 1
         else:
             idle += cores
-    share = idle // borrowers
-    if before < idle % borrowers:  # the first rows get what can't be divided
+    # Workers may own more cores together than there are: three workers of one core on a host of two.
+    lent = max(0, min(idle, words[2] - busy))
+    share = lent // borrowers
+    if before < lent % borrowers:  # the first rows get what can't be divided
         share += 1
-    return max(1, min(table[2 * own] + share, words[2]))
+    return max(1, table[2 * own] + share)
 
 
 @Kernel
@@ -81,8 +84,8 @@ class CoreLending:
         self._table = np.frombuffer(mmap.mmap(self._file, _TABLE_BYTES), np.int64).reshape(MOST_WORKERS, 2)
         self._table[self._row, _IS_BUSY] = 1
         self._table[self._row, _CORES] = cores
-        most = max(cores, len(os.sched_getaffinity(0)))
-        self._words = np.array([self._table.ctypes.data, self._row, most, 0], np.int64)
+        host_cores = len(os.sched_getaffinity(0))
+        self._words = np.array([self._table.ctypes.data, self._row, host_cores, 0], np.int64)
 
     @property
     def address(self) -> int:

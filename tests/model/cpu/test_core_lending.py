@@ -72,6 +72,14 @@ def test_no_step_has_more_threads_than_there_are_cores(join: Join) -> None:
     assert one.num_threads() == 8
 
 
+def test_workers_that_own_more_cores_than_there_are_share_no_core_twice(join: Join) -> None:
+    one, other, third = join(4), join(3), join(5)
+    third.end()
+    assert (one.num_threads(), other.num_threads()) == (5, 3)
+    other.end()
+    assert one.num_threads() == 8
+
+
 def test_a_closed_worker_lends_nothing_and_the_last_one_removes_the_table(join: Join, path: Path) -> None:
     one, other = CoreLending(1, path), CoreLending(2, path)
     other.end()
@@ -91,7 +99,7 @@ def test_a_killed_worker_lends_its_cores_no_longer_than_until_somebody_looks(pat
     )
     now = 0.0
     survivor = CoreLending(1, path, lambda: now)
-    survivor._words[2] = 8  # most threads
+    survivor._words[2] = 8  # the host's cores
     with subprocess.Popen(
         [sys.executable, "-c", program, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
