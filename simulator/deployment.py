@@ -186,10 +186,11 @@ class _Fleet(SimFleet[TimedEngine]):
         super().__init__(plan, engine, fabric, links, lambda line: None)
         self._call_s = profiles["decode"].call_s
         self._layout = profiles["decode"].layout
+        self._machine = "shared" if any(profile.beside for profile in profiles.values()) else ""
 
     async def start(self, role: Role) -> SimProcess[TimedEngine]:
         process = await super().start(role)
-        process.info = structs.replace(process.info, layout=self._layout)
+        process.info = structs.replace(process.info, layout=self._layout, machine=self._machine)
         return process
 
     def _latency(self) -> float:

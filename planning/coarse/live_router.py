@@ -217,6 +217,7 @@ class LiveRouter:
             max_context=1 << 30,
             max_step_tokens=profile.step_tokens,
             max_batch=profile.max_batch,
+            machine="shared" if profile.beside else "",
         )
         known = known_workers([info])[0]
         self._known[id(worker)] = known
