@@ -24,9 +24,10 @@ from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.run_folder import Record
 from twostroke.planning.costs.profiles import write_profile
 from twostroke.planning.exact import simulate_plan
-from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.layouts import Layout, Mode, mode_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role, StepCosts, typical
+from twostroke.router.routing.chooser import PathConfig
 from twostroke.worker.profile import WorkerProfile
 
 ALONE = Closed(1), LongPrompts(80, 28, 300, 16, 0.4)
@@ -209,7 +210,7 @@ def against(
     learn_s: float,
     seed: int,
     longest: int | None,
-    is_hybrid: bool = True,
+    router: PathConfig | None = None,
 ) -> list[Cell]:
     """Return a cell for each rate; `folder` keeps profiles and cells. Raises ConfigError and LoadTestError."""
     seed += time.time_ns() // 1_000_000 % (1 << 30)  # prompts of its own, or the server would find them cached
@@ -219,7 +220,7 @@ def against(
         say(f"{role}: {msgspec.json.encode(profile).decode()}")
     roles = [one["role"] for one in fetch_status(url)["workers"]]
     prefill, decode = roles.count("prefill"), roles.count("decode")
-    mode: Mode = "aggregated" if not prefill else "hybrid" if is_hybrid else "disaggregated"
+    mode = mode_of(prefill, router or PathConfig())
     layout, cells = layout_of(profiles, prefill, decode, mode), list[Cell]()
     plan = plan_for(url, workload[1], seconds, seed + 1, longest)
     for line in HEAD:

@@ -1,7 +1,7 @@
 """Answer of a plan: the layout with settings that serve it, what limits it, and what would make another layout
 better."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from twostroke.model.config import ModelConfig
 from twostroke.model.costs.operations import Operation, decode_operations, prefill_operations
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.planning.costs.roofline import WorkerHardware
-from twostroke.planning.layouts import Layout, router_settings
+from twostroke.planning.layouts import TRIED_MODES, Layout, Mode, router_settings
 from twostroke.planning.search import Budget, FleetSearch, Planned
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
@@ -129,6 +129,7 @@ def sensitivities(
     budget: Budget,
     rate: float | None,
     weights: dict[tuple[str, str, str], float],
+    modes: Collection[Mode] = TRIED_MODES,
 ) -> Iterator[str]:
     """Return where another kind of layout, among those that came near, would be better, by formulas. `weights` holds
     what simulation made of each structure."""
@@ -153,10 +154,10 @@ def sensitivities(
         return planned[0] if planned and planned[0].goodput > 0 and planned[0].goodput >= (rate or 0.0) else None
 
     def with_promise(changed: SLOTargets) -> Planned | None:
-        return best(FleetSearch(prefill, decode, workload, changed, budget), rate)
+        return best(FleetSearch(prefill, decode, workload, changed, budget, modes), rate)
 
     if rate is not None:
-        search = FleetSearch(prefill, decode, workload, promise, budget)
+        search = FleetSearch(prefill, decode, workload, promise, budget, modes)
 
         def at_rate(value: float) -> Planned | None:
             return best(search, value)
@@ -182,7 +183,7 @@ def sensitivities(
 
             def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
                 readers, writers = (_at_price(profiles, name, value / price) for profiles in (prefill, decode))
-                return best(FleetSearch(readers, writers, workload, promise, budget), rate)
+                return best(FleetSearch(readers, writers, workload, promise, budget, modes), rate)
 
             yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
     if not found:

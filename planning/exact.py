@@ -21,7 +21,7 @@ VOCABULARY = 32_000
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def unheard() -> Iterator[None]:
     """Silence the logs of simulated routers and workers."""
     logger = logging.getLogger("twostroke")
     level = logger.level
@@ -52,7 +52,7 @@ def simulate_plan(
     arrivals, users = plan.arrivals, None
     if isinstance(arrivals, Closed):
         users = Users(arrivals.users, arrivals.think_s, plan.seconds)
-    with _unheard():
+    with unheard():
         run = serve(
             _traced(plan, islice(sessions(plan), most), promise),
             "kv_aware",

@@ -13,25 +13,40 @@ from twostroke.planning.queueing import (
     NOTHING,
     Met,
     decoding,
+    idle_share,
     late_s,
     mixed,
     reading,
+    rows_s,
 )
 from twostroke.planning.workload import SLOTargets, Workload
+from twostroke.router.routing.chooser import PathConfig
 from twostroke.worker.profile import WorkerProfile
 
 Work = Literal["read", "write", "both"]
-Mode = Literal["aggregated", "disaggregated", "hybrid"]
-"""aggregated: decode workers read all prompts; disaggregated: none; hybrid: where that is quicker."""
+Mode = Literal["aggregated", "disaggregated", "hybrid", "fixed"]
+"""aggregated: decode workers compute all prompts; disaggregated: none; hybrid: workers of either role compute prompts
+and write answers where that is quicker; fixed: the same, but only decode workers write answers."""
+TRIED_MODES: tuple[Mode, ...] = ("aggregated", "disaggregated", "hybrid")
+"""Modes that are compared where nobody names others."""
 
 HALVINGS = 5  # of the interval in which the share of prompts lies that a hybrid's decode workers read
 STEP, PRECISION = 1.2, 0.005  # of a rate that is sought: the step from a guess, and where it ends
 
 
 def router_settings(mode: Mode) -> dict[str, Any]:
-    """Return the router's settings of a mode: only in a disaggregated fleet does every prompt go by a pair."""
-    is_disaggregated = mode == "disaggregated"
-    return {"decodes_alone": not is_disaggregated, "roles": "fixed" if is_disaggregated else "flexible"}
+    """Return the router's settings of a mode: in a disaggregated fleet every prompt goes by a pair."""
+    has_fixed_roles = mode in ("disaggregated", "fixed")
+    return {"decodes_alone": mode != "disaggregated", "roles": "fixed" if has_fixed_roles else "flexible"}
+
+
+def mode_of(num_prefill: int, config: PathConfig) -> Mode:
+    """Return the mode of a server with these settings of its router."""
+    if not num_prefill:
+        return "aggregated"
+    if not config.decodes_alone:
+        return "disaggregated"
+    return "fixed" if config.roles == "fixed" else "hybrid"
 
 
 @dataclass(frozen=True)
@@ -81,17 +96,30 @@ class Layout:
         return Met(read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds)
 
     def _shared(self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float) -> Met:
-        """Prompts go where they are read sooner, until both ways take as long (Wardrop 1952)."""
+        """Prompts go where they are read sooner, until both ways take as long (Wardrop 1952).
+
+        Idle prefill workers write answers, unless roles are fixed.
+        """
+        written = self._written_by_prefill(prefill, workload, rate) if self.mode == "hybrid" else 0.0
         low, high = 0.0, 1.0  # of prompts that decode workers read
         read = both = NOTHING
         share = 0.0
         for _ in range(HALVINGS):
             share = (low + high) / 2
             read = reading(prefill, self.num_prefill, workload, promise, rate * (1 - share))
-            both = mixed(self.decode, self.num_decode, workload, promise, rate, rate * share)
+            both = mixed(self.decode, self.num_decode, workload, promise, rate - written, rate * share)
             low, high = (share, high) if read.ttft_s > both.ttft_s else (low, share)
         ttft = read.ttft * (1 - share) + both.ttft * share
         return Met(ttft, both.tpot, both.room, both.batch, read.ttft_binds, both.tpot_binds)
+
+    def _written_by_prefill(self, prefill: WorkerProfile, workload: Workload, rate: float) -> float:
+        """Return how many answers a second prefill workers write: each one at a time while it is idle.
+
+        The router sends no more there, since streams with a promise would wait for steps of prompts.
+        """
+        idle = idle_share(prefill, self.num_prefill, workload, rate)
+        each_s = workload.mean_answer * rows_s(prefill, 1, workload.mean_context)
+        return min(idle * rate, idle * self.num_prefill / each_s)
 
     def goodput(self, workload: Workload, promise: SLOTargets, near: float = 1.0) -> float:
         """The most requests a second at which the promise holds (Zhong et al., DistServe, 2024); 0 where it never does.

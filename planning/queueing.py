@@ -255,6 +255,12 @@ def reading(profile: WorkerProfile, count: int, workload: Workload, promise: SLO
     return Met(met, 1.0, 1.0, ttft_binds=binds, ttft_s=profile.overhead_s + wait.mean_s + float(alone.mean()))
 
 
+def idle_share(profile: WorkerProfile, count: int, workload: Workload, rate: float) -> float:
+    """Return the part of their time that prefill workers have no prompt."""
+    _, times, _ = _read_s(profile, workload.strata)
+    return max(0.0, 1.0 - rate * float(times.mean()) / count)
+
+
 @lru_cache(maxsize=64)
 def _stretches(profile: WorkerProfile, context: float, pace_s: float, token_s: float) -> Floats:
     """Return by what factor a prompt is slower beside 1, 2, ... rows, where `token_s` is the time of one of its

@@ -35,7 +35,7 @@ from twostroke.planning.trials import REQUESTS, requests_at, simulate
 from twostroke.planning.workload import SLOTargets, Workload
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-COLOURS: dict[Mode, str] = {"aggregated": GREY, "disaggregated": BLUE, "hybrid": GREEN}
+COLOURS: dict[Mode, str] = {"aggregated": GREY, "disaggregated": BLUE, "hybrid": GREEN, "fixed": VERMILION}
 PAGE_FILE = "verdict.html"
 
 Swept = Sequence[tuple[float, Mapping[Mode, float]]]

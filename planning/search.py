@@ -5,7 +5,7 @@ Pools of one role are searched alone; disaggregated fleets are put together from
 2024, algorithm 1), and the most promising are then computed whole.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -16,7 +16,8 @@ from twostroke.model.costs.sizes import Fit, StepBounds, check_size, fit, weight
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
 from twostroke.planning.costs.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
-from twostroke.planning.layouts import Layout, Pools, Work
+from twostroke.planning.layouts import TRIED_MODES, Layout, Mode, Pools, Work
+from twostroke.planning.queueing import idle_share
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout
@@ -261,7 +262,9 @@ class FleetSearch:
         workload: Workload,
         promise: SLOTargets,
         budget: Budget,
+        modes: Collection[Mode] = TRIED_MODES,
     ) -> None:
+        self._modes = modes
         self._prefill, self._decode = prefill, decode
         self._workload, self._promise, self._budget = workload, promise, budget
         self._pools = Pools(workload, promise)
@@ -290,10 +293,11 @@ class FleetSearch:
                     rough.append(Planned(Layout("disaggregated", decode, counts[1], prefill, counts[0]), served))
         rough.sort(key=lambda one: one.rank(rate), reverse=True)
         chosen = rough[:WHOLE]
-        chosen += [replace(one, layout=hybrid) for one in chosen[: WHOLE // 2] for hybrid in self._hybrids(one.layout)]
+        chosen += [replace(one, layout=hybrid) for one in chosen[: WHOLE // 2] for hybrid in self._hybrids(one, rate)]
         planned = [
             replace(one, goodput=self.goodput(one.layout, one.goodput) * known.get(one.layout.structure, 1.0))
             for one in chosen
+            if one.layout.mode in self._modes
         ]
         return best_of_each(planned, rate)
 
@@ -311,15 +315,20 @@ class FleetSearch:
     def _over(rate: float | None, weight: float) -> float | None:
         return None if rate is None else rate / max(weight, 0.05)
 
-    def _hybrids(self, layout: Layout) -> list[Layout]:
-        """The same workers, and one fewer of either role."""
-        if layout.mode != "disaggregated":
+    def _hybrids(self, one: Planned, rate: float | None) -> list[Layout]:
+        """The same workers, and fewer of a role: one, and of decode workers as many more as idle prefill workers."""
+        layout = one.layout
+        if layout.prefill is None:
             return []
-        same = replace(layout, mode="hybrid")
+        counts = [(layout.num_prefill, layout.num_decode), (layout.num_prefill - 1, layout.num_decode)]
+        served = min(one.goodput, rate or one.goodput)
+        idle = layout.num_prefill * idle_share(layout.prefill, layout.num_prefill, self._workload, served)
+        counts += [(layout.num_prefill, layout.num_decode - fewer) for fewer in range(1, 2 + round(idle))]
+        modes: list[Mode] = [mode for mode in ("hybrid", "fixed") if mode in self._modes]
         return [
-            same,
-            *([replace(same, num_prefill=layout.num_prefill - 1)] if layout.num_prefill > 1 else []),
-            *([replace(same, num_decode=layout.num_decode - 1)] if layout.num_decode > 1 else []),
+            replace(layout, mode=mode, num_prefill=prefill, num_decode=decode)
+            for mode, (prefill, decode) in product(modes, counts)
+            if min(prefill, decode) >= 1
         ]
 
     def _pair(self, prefill: WorkerProfile, decode: WorkerProfile, rate: float | None) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from twostroke.planning.answer import PlannedLayout, answer_of
 from twostroke.planning.coarse.fleet import CoarseFleet, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, router_settings
 from twostroke.planning.search import FleetSearch, Planned, best_of_each
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
@@ -59,7 +59,7 @@ def simulate(
         0.0,
         promise.ttft_s,
         promise.tpot_s,
-        router=LiveRouter(slo, decodes_alone=layout.mode != "disaggregated"),
+        router=LiveRouter(slo, **router_settings(layout.mode)),
         prefill_profile=None if sender is None else replace(sender, kv_bytes=layout.decode.copies * sender.kv_bytes),
     )
 

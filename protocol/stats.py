@@ -107,7 +107,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_batch: int = 256  # requests in one step
     weights: str | None = None  # what quantised ones are held in; None: all are of the layout's dtype
     vocab_size: int | None = None  # of the model: all token ids are below it; None: nothing is known of them
-    machine: str = ""  # workers of one machine's CPU share its memory bandwidth and cores; empty: it computes on a GPU
+    machine: str = ""  # workers with the same one share a CPU or a GPU, and slow each other; empty: it shares none
 
     @property
     def full_contexts(self) -> float:

@@ -9,11 +9,12 @@ Rules:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, PrefillReply
+from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.fleet import Path
 
 
@@ -112,13 +113,28 @@ class ScoreDone:
     reply: PrefillReply
 
 
+MoveReason = Literal["drain", "crowded", "prompts"]
+
+MOVE_REASONS: tuple[MoveReason, ...] = get_args(MoveReason)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMove:
+    """A running stream goes on at `target`, which has its KV."""
+
+    target: WorkerInfo
+    reason: MoveReason
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
-    """The attempt has nothing open any more. `has_decoded`: there was a DecodeStarted."""
+    """The attempt has nothing open any more. `has_decoded`: there was a DecodeStarted. With a `move` its stream goes on
+    at another worker."""
 
     at: float
     error: TwostrokeError | None
     has_decoded: bool
+    move: StreamMove | None = None
 
 
 AttemptEvent = (

@@ -4,7 +4,7 @@ Live: Ray Serve (`cluster/deployments/fleet.py`); simulated: tests/simulation.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
@@ -76,6 +76,12 @@ class NoPath(RequestError):
         super().__init__(message, code="no_workers", status=503, retry_after_s=1)
 
 
+PathKind = Literal["decode", "prefill_decode", "prefill", "score"]
+"""A decode worker alone; a pair; a prefill worker alone, which also writes the answer; any worker that only scores."""
+
+PATH_KINDS: tuple[PathKind, ...] = get_args(PathKind)
+
+
 class Path(msgspec.Struct, frozen=True):
     """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself.
 
@@ -91,6 +97,16 @@ class Path(msgspec.Struct, frozen=True):
     new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
     is_cost_probe: bool = False  # taken to check its costs, not for them
     is_scoring: bool = False  # the prompt is only scored or embedded
+    is_at_prefill: bool = False  # a prefill worker writes the answer
+
+    @property
+    def kind(self) -> PathKind:
+        """The path by which workers it takes."""
+        if self.is_scoring:
+            return "score"
+        if self.prefill is not None:
+            return "prefill_decode"
+        return "prefill" if self.is_at_prefill else "decode"
 
     @property
     def prompt_worker(self) -> WorkerInfo:

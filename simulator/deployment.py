@@ -85,6 +85,8 @@ class SimulatedRequest:
     refused: bool = False
     computed_twice: bool = False  # by the decode worker, though a prefill worker was asked to
     token_s: tuple[float, ...] = ()  # when the client was told of each event
+    ended_at: Role = "decode"  # role of the worker that wrote the last token
+    num_moves: int = 0  # times that its stream went on at another worker
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class SimulatedRun:
 
 
 class SharedMachine:
-    """Resources that workers of one machine share: a step is slower while another worker computes
-    (`WorkerProfile.beside`)."""
+    """Resources that workers of one machine share: each other worker that computes slows a step by as much as one
+    does (`WorkerProfile.beside`)."""
 
     def __init__(self) -> None:
         self._computing = 0
@@ -114,7 +116,7 @@ class SharedMachine:
         try:
             is_done = False
             while not is_done:
-                whole_s = beside_s if self._computing > 1 else alone_s
+                whole_s = alone_s + (self._computing - 1) * (beside_s - alone_s)
                 began, changed = loop.time(), loop.create_future()
                 self._waiting.append(changed)
                 timer = loop.call_later(max(0.0, part * whole_s), _settle, changed, True)
@@ -184,10 +186,11 @@ class _Fleet(SimFleet[TimedEngine]):
         super().__init__(plan, engine, fabric, links, lambda line: None)
         self._call_s = profiles["decode"].call_s
         self._layout = profiles["decode"].layout
+        self._machine = "shared" if any(profile.beside for profile in profiles.values()) else ""
 
     async def start(self, role: Role) -> SimProcess[TimedEngine]:
         process = await super().start(role)
-        process.info = structs.replace(process.info, layout=self._layout)
+        process.info = structs.replace(process.info, layout=self._layout, machine=self._machine)
         return process
 
     def _latency(self) -> float:
@@ -365,7 +368,7 @@ class _Deployment:
             self._num_ended += 1
             if self.progress is not None:
                 self.progress(self._num_ended)
-        if stages.first_token is None or stages.finish is None:
+        if stages.first_token is None or stages.finish is None or stages.path is None:
             raise RuntimeError(f"{request.request_id} has ended without a token")
         return replace(
             served,
@@ -373,6 +376,8 @@ class _Deployment:
             ttft_s=stages.first_token - stages.arrive + self._http_s / 2,
             tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
             computed_twice=stages.transfer_s == 0.0,
+            ended_at=stages.path.decode.role,
+            num_moves=len(stages.moves),
             token_s=tuple(moment - self._began_s + self._http_s / 2 for moment in token_s),
         )
 

@@ -101,10 +101,10 @@ def chosen(rows: Rows, name: str) -> Rows:
     raise ConfigError(f"{name}: {problem}; there are {listed or 'none'}")
 
 
-def order(url: str, worker_id: str, body: Mapping[str, Any]) -> None:
+def order(url: str, worker_id: str, body: Mapping[str, Any], api_key: str | None = None) -> None:
     """Send an order to a worker. Raises ConfigError with the server's reason where it refuses."""
     try:
-        with ask(url, f"workers/{worker_id}", timeout_s=ANSWER_S, body=body):
+        with ask(url, f"workers/{worker_id}", timeout_s=ANSWER_S, api_key=api_key, body=body):
             return
     except urllib.error.HTTPError as error:
         with error:

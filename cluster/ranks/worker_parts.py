@@ -21,6 +21,8 @@ from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
 from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
+    import torch
+
     from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
     from twostroke.model.load import LoadedEngine
     from twostroke.model.step import Engine
@@ -50,6 +52,17 @@ class WorkerParts:
         if self.led is not None:
             await self.led.close()
         await self.rank.close()
+
+
+def _shared_machine(settings: WorkerSettings, host: str, device: "torch.device") -> str:
+    """Return a name of the CPU or GPU that the worker shares with others; empty for a GPU of its own."""
+    if device.type == "cpu":
+        return host
+    if settings.resources.gpus >= 1:
+        return ""
+    import torch
+
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 
 async def load_parts(
@@ -97,7 +110,7 @@ async def load_parts(
             work=rank.loaded.work(),
             limits=rank.loaded.limits.times(settings.parallel.num_ranks),
             gpu_use=watch_gpu(device := rank.loaded.kv_cache.tensors[0].device),
-            machine=host if device.type == "cpu" else "",
+            machine=_shared_machine(settings, host, device),
         )
 
     if settings.parallel.num_ranks == 1:

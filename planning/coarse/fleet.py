@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 
 from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, Signals
 from twostroke.planning.coarse.live_router import LiveRouter
-from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarsePrefillWorker, CoarseRequest
+from twostroke.planning.coarse.workers import (
+    CoarseDecodeWorker,
+    CoarsePrefillWorker,
+    CoarseRequest,
+    CoarseWorker,
+    DecodingRow,
+)
 from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
-from twostroke.worker.profile import WorkerProfile
+from twostroke.router.attempt_events import MoveReason
+from twostroke.router.generate.moves import AT_ONCE, LEAST_LEFT, LOOK_S, MOST_MOVES, REST_S
+from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 
+MISSING_TOKENS = BLOCK_TOKENS
+"""Tokens that a moved stream's target computes while the stream waits: a partial block, or what was written since."""
 WARM_REQUESTS = 15
 """A fleet whose workers have ended fewer prompts tells no step costs yet."""
 
@@ -51,6 +61,7 @@ class CoarseFleet:
     prefilled: int = 0
     prefilled_tokens: int = 0
     ended: int = 0
+    moved: int = 0  # streams that went on elsewhere
     changes: list[Change] = field(default_factory=list)
     gone_worker_s: float = 0.0
     prefill_profile: WorkerProfile | None = None  # None: as decode workers
@@ -63,7 +74,7 @@ class CoarseFleet:
     def signals(self) -> Signals:
         """Return the policy's input."""
         running_p, running_d = self.running_prefill(), self.running_decode()
-        for worker in self.decode:
+        for worker in (*self.prefill, *self.decode):
             worker.advance(self.now_s)
         costs = self.profile.costs if self.prefilled >= WARM_REQUESTS else None
         unread = self.requests - self.prefilled, self.prompt_tokens - self.prefilled_tokens
@@ -106,15 +117,15 @@ class CoarseFleet:
         self.changes.append(Change(self.now_s, prefill, decode))
         ready_s = self.now_s + startup_s
         while self.prefill_target < prefill:
-            self.prefill.append(CoarsePrefillWorker(self.reader_profile, self.now_s, ready_s))
+            self.prefill.append(CoarsePrefillWorker(self.reader_profile, self.now_s, ready_s, self.tpot_s))
             self.prefill_target += 1
         while self.decode_target < decode:
             self.decode.append(CoarseDecodeWorker(self.profile, self.now_s, ready_s, self.tpot_s))
             self.decode_target += 1
         while self.prefill_target > prefill:
             kept_p = [one for one in self.prefill if one.gone_s is None]
-            first = max(kept_p, key=lambda one: (max(one.ready_s, self.now_s), -one.free_s))
-            first.gone_s = max(self.now_s, first.free_s)
+            first = max(kept_p, key=lambda one: (max(one.ready_s, self.now_s), -len(one.rows), -one.free_s))
+            first.gone_s = math.inf if first.num_requests else self.now_s
             self.prefill_target -= 1
         while self.decode_target > decode:
             kept_d = [one for one in self.decode if one.gone_s is None]
@@ -123,10 +134,7 @@ class CoarseFleet:
             self.decode_target -= 1
 
     def clean(self) -> None:
-        """Forgets workers that have gone; a draining one goes when it is empty."""
-        for one in self.decode:
-            if one.gone_s == math.inf and not one.num_requests:
-                one.gone_s = self.now_s
+        """Forgets workers that have gone."""
         for workers in (self.prefill, self.decode):
             for worker in [one for one in workers if one.gone_s is not None and one.gone_s <= self.now_s]:
                 self.gone_worker_s += worker.gone_s - worker.ordered_s  # type: ignore[operator]
@@ -134,7 +142,7 @@ class CoarseFleet:
 
     def worker_s(self) -> float:
         """Seconds of workers so far, from their order until they are gone."""
-        there: list[CoarsePrefillWorker | CoarseDecodeWorker] = [*self.prefill, *self.decode]
+        there: list[CoarseWorker] = [*self.prefill, *self.decode]
         return self.gone_worker_s + sum(self.now_s - one.ordered_s for one in there)
 
 
@@ -172,9 +180,10 @@ class _Run:
         self.requests = requests
         self.scaler = scaler
         self.progress = progress
-        self.steps: list[tuple[float, int, CoarsePrefillWorker]] = []  # heap: when a prefill worker's step ends
-        self.arriving: list[tuple[float, int, CoarseRequest]] = []  # heap: KV under way to a decode worker
-        self.ends: list[tuple[float, int, CoarseDecodeWorker]] = []  # heap: when a worker's next row, or prompt, ends
+        self.arriving: list[tuple[float, int, CoarseRequest, int]] = []  # heap: KV under way, and tokens of its answer
+        self.ends: list[tuple[float, int, CoarseWorker]] = []  # heap: when a worker's next row, or prompt, ends
+        self.watched: dict[int, CoarseWorker] = {}  # that have streams which may have to move
+        self.next_moves_s = math.inf
         self.number = 0
 
     def go(self, until_s: float, look_s: float) -> None:
@@ -183,12 +192,11 @@ class _Run:
         while True:
             request_s = requests[next_request].at_s if next_request < len(requests) else math.inf
             arriving_s = self.arriving[0][0] if self.arriving else math.inf
-            step_s = self.steps[0][0] if self.steps else math.inf
             while self.ends and self.ends[0][1] != self.ends[0][2].event:
                 heapq.heappop(self.ends)
             ending_s = self.ends[0][0] if self.ends else math.inf
-            event_s = min(request_s, arriving_s, ending_s, step_s)
-            now_s = min(event_s, next_look_s)
+            event_s = min(request_s, arriving_s, ending_s)
+            now_s = min(event_s, next_look_s, self.next_moves_s)
             if now_s > until_s and event_s == math.inf:
                 fleet.now_s = until_s
                 return
@@ -196,31 +204,35 @@ class _Run:
             if now_s == next_look_s:
                 self._look()
                 next_look_s += look_s
+            elif now_s == self.next_moves_s:
+                self._look_for_moves()
             elif now_s == ending_s:
                 self._end(heapq.heappop(self.ends)[2])
-            elif now_s == step_s:
-                self._end_step(heapq.heappop(self.steps)[2])
             elif now_s == request_s:
                 self._arrive(requests[next_request])
                 next_request += 1
             else:
-                self._decode(heapq.heappop(self.arriving)[2])
+                self._decode(*heapq.heappop(self.arriving)[2:])
 
-    def _changed(self, worker: CoarseDecodeWorker) -> None:
-        """Something else than time has changed it: its next end is another."""
+    def _changed(self, worker: CoarseWorker) -> None:
+        """Something else than time has changed it: its next end is another. A draining one goes when it is empty."""
         self.number += 1
         worker.event = self.number
         end_s = worker.next_end_s()
         if end_s < math.inf:
             heapq.heappush(self.ends, (end_s, self.number, worker))
+        if worker.gone_s == math.inf and not worker.num_requests:
+            worker.gone_s = self.fleet.now_s
         self.fleet.router.changed(worker)
+        if self.fleet.router.moves:
+            self._watch(worker)
 
     def _look(self) -> None:
         fleet = self.fleet
         fleet.clean()
         fleet.scale(*self.scaler(fleet), startup_s=fleet.startup_s)
-        fleet.router.follow(fleet.running_prefill(), fleet.running_decode())
-        for worker in fleet.decode:  # a signal's time may have passed there: pace and rounding are new
+        fleet.router.follow(fleet.running_prefill(), fleet.running_decode(), fleet.now_s)
+        for worker in (*fleet.prefill, *fleet.decode):  # a signal's time may have passed there: pace, rounding are new
             self._changed(worker)
         if self.progress is not None:
             self.progress(fleet.ended)
@@ -232,67 +244,56 @@ class _Run:
         if path is None:
             request.is_refused = True
             return
-        reader, request.target = path
+        reader, target = path
+        request.target = target
         fleet.requests += 1
         fleet.prompt_tokens += tokens
         fleet.prompt_pairs += tokens * tokens / 2
-        if isinstance(reader, CoarseDecodeWorker):
-            request.target = None
-            reader.read(request, fleet.now_s)
-            self._changed(reader)
-            return
-        was_idle = reader.ends_s == math.inf
-        reader.add(request, fleet.now_s)
-        if was_idle:
-            self._expect_step(reader)
-        request.target.coming += 1
-        request.target.coming_tokens += tokens
-        self._changed(request.target)
+        reader.read(request, fleet.now_s)
+        if isinstance(reader, CoarsePrefillWorker):
+            target.coming += 1
+            target.coming_tokens += tokens
+            if target is not reader:
+                self._changed(target)
+        self._changed(reader)
 
-    def _expect_step(self, worker: CoarsePrefillWorker) -> None:
-        if worker.ends_s < math.inf:
-            self.number += 1
-            heapq.heappush(self.steps, (worker.ends_s, self.number, worker))
-        self.fleet.router.reads(worker)
-
-    def _end_step(self, worker: CoarsePrefillWorker) -> None:
-        for request in worker.end_step(self.fleet.now_s):
-            self._first_token(request)
-        self._expect_step(worker)
-
-    def _first_token(self, request: CoarseRequest) -> None:
-        fleet = self.fleet
-        fleet.prefilled += 1
-        fleet.prefilled_tokens += request.prompt_tokens
-        request.first_s = fleet.now_s
-        profile = fleet.reader_profile
+    def _send(self, request: CoarseRequest, target: CoarseWorker) -> None:
+        """Its KV travels from the prefill worker, which has drawn its first token now, to the decode worker."""
+        profile = self.fleet.reader_profile
         whole_s = request.prompt_tokens * profile.kv_bytes / profile.link_bytes_per_s
         hidden_s = profile.costs.prompt_s(request.prompt_tokens)
         late_s = HANDOVER_S + max(whole_s - hidden_s, whole_s / profile.num_layers)
-        if request.target is not None and request.target.rows:
-            late_s += JOIN_STEPS * request.target.step_s
-        self.number += 1
-        heapq.heappush(self.arriving, (fleet.now_s + late_s, self.number, request))
+        self._arrive_later(request, target, late_s, 1)
 
-    def _decode(self, request: CoarseRequest) -> None:
+    def _arrive_later(self, request: CoarseRequest, target: CoarseWorker, late_s: float, written: int) -> None:
+        if target.rows:
+            late_s += JOIN_STEPS * target.step_s
+        self.number += 1
+        heapq.heappush(self.arriving, (self.fleet.now_s + late_s, self.number, request, written))
+
+    def _decode(self, request: CoarseRequest, written: int) -> None:
         fleet, target = self.fleet, request.target
         if target is None:
             raise RuntimeError("KV travels to no worker")
         target.coming -= 1
         target.coming_tokens -= request.prompt_tokens
         if request.output_tokens > 1:
-            target.join(request, fleet.now_s)
+            target.join(request, fleet.now_s, written)
         else:
             self._ended(request, request.first_s)
         self._changed(target)
 
-    def _end(self, worker: CoarseDecodeWorker) -> None:
-        fleet, request = self.fleet, worker.end_one(self.fleet.now_s)
-        if request.first_s == fleet.now_s:
-            fleet.prefilled += 1
-            fleet.prefilled_tokens += request.prompt_tokens
-        if request.last_s < math.inf:
-            self._ended(request, request.last_s)
+    def _end(self, worker: CoarseWorker) -> None:
+        fleet = self.fleet
+        for request in worker.end_some(fleet.now_s):
+            if request.first_s == fleet.now_s:
+                fleet.prefilled += 1
+                fleet.prefilled_tokens += request.prompt_tokens
+            if request.last_s < math.inf:
+                request.ended_at = worker.role
+                self._ended(request, request.last_s)
+            elif request.target is not None and request.target is not worker:
+                self._send(request, request.target)
         self._changed(worker)
 
     def _ended(self, request: CoarseRequest, at_s: float) -> None:
@@ -301,3 +302,60 @@ class _Run:
         self.fleet.ended += 1
         self.fleet.output_tokens += request.output_tokens
         self.fleet.router.ended(request)
+
+    # --- streams that move (router/generate/moves.py) ---
+
+    def _watch(self, worker: CoarseWorker) -> None:
+        if worker.rows and (worker.gone_s is not None or isinstance(worker, CoarsePrefillWorker)):
+            self.watched[id(worker)] = worker
+            self.next_moves_s = min(self.next_moves_s, self.fleet.now_s + LOOK_S)
+        else:
+            self.watched.pop(id(worker), None)
+
+    def _look_for_moves(self) -> None:
+        self.next_moves_s = self.fleet.now_s + LOOK_S if self.watched else math.inf
+        for worker in list(self.watched.values()):
+            if (reason := self._reason(worker)) is not None:
+                self._move_some(worker, reason)
+
+    def _reason(self, worker: CoarseWorker) -> MoveReason | None:
+        if worker.gone_s is not None:
+            return "drain"
+        if isinstance(worker, CoarsePrefillWorker) and self.fleet.router.gets_prompts(worker, self.fleet.now_s):
+            return "prompts"
+        return None
+
+    def _move_some(self, worker: CoarseWorker, reason: MoveReason) -> None:
+        """Move streams away, the youngest first. A move takes no longer than until the next look."""
+        fleet = self.fleet
+        worker.advance(fleet.now_s)
+        rows = sorted((row for _, _, row in worker.rows), key=lambda row: -row.request.came_s)
+        movable = [row for row in rows if self._may_move(row, worker, reason)][: AT_ONCE[reason]]
+        for row in movable:
+            written = worker.written(row)
+            target = fleet.router.move_target(row.request, written, worker, to_prefill=reason == "drain")
+            if target is None:
+                break
+            self._move(row, written, worker, target)
+        if movable:
+            self._changed(worker)
+
+    def _may_move(self, row: DecodingRow, worker: CoarseWorker, reason: MoveReason) -> bool:
+        request = row.request
+        if reason == "drain":
+            return True
+        is_long = request.output_tokens - worker.written(row) >= LEAST_LEFT
+        return is_long and request.num_moves < MOST_MOVES and self.fleet.now_s - request.came_s >= REST_S
+
+    def _move(self, row: DecodingRow, written: int, source: CoarseWorker, target: CoarseWorker) -> None:
+        """The transfer is hidden behind the source's decoding; the stream waits for the tokens written since."""
+        request = row.request
+        source.leave(row)
+        request.num_moves += 1
+        request.target = target
+        self.fleet.moved += 1
+        target.coming += 1
+        target.coming_tokens += request.prompt_tokens
+        pause_s = target.profile.costs.prefill_s(MISSING_TOKENS, request.prompt_tokens + written, MISSING_TOKENS)
+        self._arrive_later(request, target, pause_s, written)
+        self._changed(target)

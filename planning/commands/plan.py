@@ -26,6 +26,7 @@ from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
 from twostroke.planning.costs.profiles import among_busy, profile_of
 from twostroke.planning.costs.roofline import WorkerHardware
+from twostroke.planning.layouts import TRIED_MODES, Mode
 from twostroke.planning.search import (
     Budget,
     FleetSearch,
@@ -54,6 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument(
         "--gpus", type=positive_count, metavar="N", help="largest number of GPUs (with --costs: of workers)"
+    )
+    fleet.add_argument(
+        "--modes",
+        nargs="+",
+        choices=get_args(Mode),
+        default=TRIED_MODES,
+        metavar="MODE",
+        help=f"of fleets: {', '.join(get_args(Mode))} (as hybrid, but prefill workers write no answers, and not tried "
+        "unless it is named)",
     )
     fleet.add_argument("--usd-per-hour", type=above_zero, metavar="USD", help="largest cost of all GPUs")
     fleet.add_argument("--price", metavar="NAME=USD[,...]", help="price of a GPU hour, in place of the assumed one")
@@ -123,7 +133,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     request = PlanRequest(shape, workload, promise, _terms(arguments), hardware)
     profiles = _kinds(arguments, request)
     budget = Budget(arguments.gpus, arguments.usd_per_hour)
-    search = FleetSearch(profiles, profiles, workload, promise, budget)
+    search = FleetSearch(profiles, profiles, workload, promise, budget, arguments.modes)
     _say(f"{len(profiles)} profiles of worker have room; searching")
     found = decide(search, workload, promise, arguments.rate, _say, simulates=not arguments.formulas)
     best = found.answers[0]
@@ -142,7 +152,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--output {arguments.output}: {error.strerror}") from error
     _say("searching for what would change the answer")
-    changes = list(sensitivities(best.layout, found.planned, workload, promise, budget, arguments.rate, found.weights))
+    nearby = best.layout, found.planned, workload, promise, budget, arguments.rate, found.weights
+    changes = list(sensitivities(*nearby, arguments.modes))
     if arguments.report is not None:
         _draw(arguments.report, best, request)
     if not arguments.json:

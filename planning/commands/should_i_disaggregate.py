@@ -37,7 +37,7 @@ from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import plan_for
 from twostroke.planning.costs.profiles import PROFILES, among_busy, profile_of
-from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.layouts import TRIED_MODES, Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
 from twostroke.planning.search import PlanConstraints, nowhere, profiles_of
 from twostroke.planning.trials import shares_of
@@ -46,7 +46,6 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
 INTERRUPTED_EXIT = 130
-MODES: tuple[Mode, ...] = get_args(Mode)
 SEEDS = 2  # of simulated capacities: their spread is part of the uncertainty
 SWEPT_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the best capacity
 LENGTHS = (64, 256, 1024, 4096, 16384)  # of prompts, up to the context
@@ -68,7 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(parser.add_argument_group("workload"))
     of_run = parser.add_argument_group("the runs")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`; needed")
-    of_run.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    of_run.add_argument(
+        "--modes",
+        nargs="+",
+        choices=get_args(Mode),
+        default=TRIED_MODES,
+        help="fixed: as hybrid, but prefill workers write no answers (default: the others)",
+    )
     of_run.add_argument("--rates", type=rates_of, metavar="RATE,...", help="measured alone (default: a search)")
     of_run.add_argument("--seconds", type=above_zero, default=30.0, metavar="S", help="of a run, with the warm-up")
     of_run.add_argument(

@@ -47,7 +47,7 @@ from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.costs.profiles import PROFILES, profile_of
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
-from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.layouts import Layout, mode_of, router_settings
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import WorkerCrash
@@ -138,8 +138,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         profile = msgspec.structs.replace(profile, kv_tokens=arguments.kv_tokens)
     plan = _plan(arguments)
     prefill, decode = _counts(arguments, config)
-    mode: Mode = "aggregated" if not prefill else "hybrid" if config.router.decodes_alone else "disaggregated"
-    layout = Layout(mode, profile, decode, profile if prefill else None, prefill)
+    layout = Layout(mode_of(prefill, config.router), profile, decode, profile if prefill else None, prefill)
     is_exact = _is_exact(arguments, config, plan, prefill + decode)
     if arguments.baselines:
         return compare_baselines(
@@ -166,7 +165,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
-        coarse, scaling = _coarse(plan, layout, slo, config.autoscaling, arguments, say)
+        coarse, scaling = _coarse(plan, layout, slo, config.autoscaling, arguments, say, moves=config.router.moves)
         observed = read_observations(_coarse_records(coarse))
         records = _coarse_records(coarse) if arguments.report is not None else ()
     if plan.warm_up_s > (last_s := float(observed.scheduled_s.max())):
@@ -195,7 +194,7 @@ def _against(arguments: argparse.Namespace) -> dict[str, Any]:
         learn_s=arguments.learn,
         seed=arguments.seed,
         longest=arguments.max_context,
-        is_hybrid=config.router.decodes_alone,
+        router=config.router,
     )
     near = {name: sum(name in cell.near for cell in cells) for name in FIGURES}
     return {"folder": str(folder), "cells": [msgspec.to_builtins(one) for one in cells], "near": near}
@@ -313,6 +312,8 @@ def _coarse(
     autoscaling: AutoscalingConfig,
     arguments: argparse.Namespace,
     progress: Callable[[int], None],
+    *,
+    moves: bool,
 ) -> tuple[list[CoarseRequest], dict[str, float]]:
     requests = [CoarseRequest(*one[:3]) for one in _lengths(plan, arguments.requests)]
     if not requests:
@@ -324,7 +325,7 @@ def _coarse(
             f"a request of {longest:,} tokens has no room in a worker's {profile.kv_tokens:,} (--kv-tokens)"
         )
     one = slo.default_class
-    router = LiveRouter(slo, decodes_alone=layout.mode != "disaggregated")
+    router = LiveRouter(slo, **router_settings(layout.mode), moves=moves)
     fleet = CoarseFleet(layout.decode, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=router)
     counts = layout.num_prefill, layout.num_decode
     memory = PolicyMemory()

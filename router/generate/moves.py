@@ -14,24 +14,36 @@ Streams leave a worker
 
 They go where there is room now. A stream moves at most MOST_MOVES times, at least REST_S apart, unless its worker
 drains.
+
+To the records of workers and of poisonous requests (router/health) the first part is an attempt like others.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import TwostrokeError, loggable
+from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, loggable
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, SamplingParams, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.attempt_events import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptLog,
+    DecodeFailed,
+    DecodeStarted,
+    MoveReason,
+    SuspectRequest,
+)
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
+from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.workers import DRAINING, KnownWorker
 
@@ -50,7 +62,6 @@ LEAST_LEFT = 16
 MOVE_LIMIT_S = 20.0
 """Seconds after which a first part is given up."""
 
-MoveReason = Literal["drain", "crowded", "prompts"]
 AT_ONCE: dict[MoveReason, int] = {"drain": 16, "crowded": 1, "prompts": 2}
 """Moves away from one worker at a time, by reason."""
 
@@ -58,9 +69,10 @@ AT_ONCE: dict[MoveReason, int] = {"drain": 16, "crowded": 1, "prompts": 2}
 class StreamMoved(TwostrokeError):
     """The attempt ends, since its stream goes on along `path`. No fault: it says so to no client."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, reason: MoveReason):
         super().__init__(f"the stream goes on at worker {path.decode.peer.worker_id}")
         self.path = path
+        self.reason = reason
 
 
 @dataclass(eq=False)
@@ -69,6 +81,7 @@ class RunningStream:
 
     request: GenerateRequest  # the template
     sent: Sequence[int]  # all output tokens so far; grows
+    suspect: SuspectRequest
     worker: WorkerInfo
     end: Callable[[TwostrokeError], None]  # has its attempt fail
     began: float
@@ -88,19 +101,22 @@ class StreamMoves:
     fleet: Fleet
     chooser: PathChooser
     channels: TokenChannels
+    records: WorkerRecords
     secret: bytes
     clock: Clock
     draw_id: Callable[[], str]
     is_flexible: bool
     """Prefill workers may write answers."""
-    num_moved: int = field(default=0, init=False)  # counter: streams that went on elsewhere
-    num_failed: int = field(default=0, init=False)  # counter: moves whose first part failed
+    num_moved: Counter[MoveReason] = field(default_factory=Counter, init=False)
+    """Streams that went on elsewhere."""
+    num_failed: Counter[MoveReason] = field(default_factory=Counter, init=False)
+    """Moves whose first part failed."""
     _streams: dict[Peer, dict[RunningStream, None]] = field(default_factory=dict, init=False)  # in order
     _looking: "asyncio.Task[None] | None" = field(default=None, init=False)
 
-    @contextmanager
-    def running(self, stream: RunningStream) -> Iterator[None]:
-        """Let a stream move for as long as the context lasts."""
+    @asynccontextmanager
+    async def running(self, stream: RunningStream) -> AsyncIterator[None]:
+        """Let a stream move for as long as the context lasts. A move under way has ended when the context has."""
         peer = stream.worker.peer
         self._streams.setdefault(peer, {})[stream] = None
         if self._looking is None:
@@ -111,11 +127,12 @@ class StreamMoves:
             del self._streams[peer][stream]
             if not self._streams[peer]:
                 del self._streams[peer]
-            if stream.move is not None:
-                stream.move.cancel()
             if not self._streams:
                 self._looking.cancel()
                 self._looking = None
+            if stream.move is not None:
+                stream.move.cancel()
+                await asyncio.wait([stream.move])
 
     async def _look_forever(self) -> None:
         """Look for streams that had better go on elsewhere."""
@@ -160,28 +177,49 @@ class StreamMoves:
     async def _move(self, stream: RunningStream, reason: MoveReason) -> None:
         """Have the target compute the sequence so far, and let the stream go on there."""
         extra = about(stream.request.log_context, reason=reason, tokens=len(stream.sent))
+        to_prefill, ejected = self.is_flexible and reason != "prompts", self.records.ejected()
         try:
             path = self.chooser.choose_target(
-                stream.request, stream.sent, stream.worker, to_prefill=self.is_flexible and reason != "prompts"
+                stream.request, stream.sent, stream.worker, to_prefill=to_prefill, ejected=ejected
             )
-            hold = self.chooser.hold(path, stream.request, stream.sent)
-            try:
-                async with asyncio.timeout(MOVE_LIMIT_S):
-                    await self._have_computed(stream, path.decode)
-            finally:
-                hold.release()
         except NoPath:
             stream.move = None  # there may be room at the next look
-        except (TwostrokeError, TimeoutError) as error:
-            self.num_failed += 1
-            why = loggable(error) if isinstance(error, TwostrokeError) else f"it took longer than {MOVE_LIMIT_S:g} s"
-            _log.info("a stream could not be moved: %s", why, extra=extra)
+            return
+        error = await self._try_first_part(stream, path)
+        if error is None:
+            self.num_moved[reason] += 1
+            _log.info("a stream moves to worker %s", path.decode.peer.worker_id, extra=extra)
+            stream.end(StreamMoved(path, reason))
+        else:
+            self.num_failed[reason] += 1
+            _log.info("a stream could not be moved: %s", loggable(error), extra=extra)
             await asyncio.sleep(REST_S)
             stream.move = None
-        else:
-            self.num_moved += 1
-            _log.info("a stream moves to worker %s", path.decode.peer.worker_id, extra=extra)
-            stream.end(StreamMoved(path))
+
+    async def _try_first_part(self, stream: RunningStream, path: Path) -> TwostrokeError | None:
+        """Have the target compute the sequence so far. Return what went wrong; None where nothing did."""
+        attempt = AttemptContext(path, stream.request, tuple(stream.sent), stream.suspect)
+        hold = self.chooser.hold(path, stream.request, stream.sent)
+        log = AttemptLog(attempt, (hold, self.records), self.clock)
+        error: TwostrokeError | None = None
+        try:
+            await self.records.await_exclusive_try(stream.suspect, path)
+            async with asyncio.timeout(MOVE_LIMIT_S):
+                await self._have_computed(stream, path.decode)
+            log.emit(DecodeStarted(self.clock()))
+        except TwostrokeError as failure:
+            error = failure
+        except TimeoutError:
+            # The source may be to blame as well as the target: it counts against neither.
+            error = RequestError(f"it took longer than {MOVE_LIMIT_S:g} s", code="timeout", status=504)
+        except Exception as failure:
+            _log.exception("the first part of a move failed unexpectedly", extra=about(stream.request.log_context))
+            error = WorkerFailed(f"the call failed: {type(failure).__name__}")
+        finally:
+            if error is not None:
+                log.emit(DecodeFailed(error))
+            log.emit(AttemptEnded(self.clock(), error, log.has_decoded))
+        return error
 
     async def _have_computed(self, stream: RunningStream, target: WorkerInfo) -> None:
         """Have the target's prefix cache hold the KV of the sequence so far; it pulls what it can."""
@@ -207,4 +245,6 @@ class StreamMoves:
             )
             order = SendPrefix(pull, request.token_ids, request.cache_salt, request.log_context)
             self.channels.send(stream.worker.peer, order)
-        await self.fleet.prefill(target.peer, request, None, pull)
+        reply = await self.fleet.prefill(target.peer, request, None, pull)
+        if reply.event.error is not None:
+            raise WorkerFailed(reply.event.error)

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import random
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 
 import msgspec
 
@@ -14,9 +15,9 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted, StreamMove
 from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
-from twostroke.router.fleet import Fleet, NoPath, Path
+from twostroke.router.fleet import Fleet, NoPath, Path, PathKind
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.moves import RunningStream, StreamMoved, StreamMoves
@@ -125,7 +126,18 @@ class Pipeline:
             config=config,
         )
         self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
-        self._moves = StreamMoves(fleet, self._chooser, channels, secret, clock, draw_id, is_flexible=self.is_flexible)
+        self.paths: Counter[PathKind] = Counter()
+        """Paths that choices were admitted on."""
+        self.moves = StreamMoves(
+            fleet,
+            self._chooser,
+            channels,
+            self._records,
+            secret,
+            clock,
+            draw_id,
+            is_flexible=self.is_flexible,
+        )
 
     @property
     def in_flight(self) -> int:
@@ -170,28 +182,28 @@ class Pipeline:
             observers = (hold, stages, self._records, self._chooser)
             log = AttemptLog(AttemptContext(path, request, sent, suspect), observers, self._clock)
             failure: WorkerLost | RequestError | None = None
+            move: StreamMove | None = None
             try:
                 log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
                     await self._records.await_exclusive_try(suspect, path)
                 attempt = self._attempt(log, stages, failed)
                 events = attempt.events(deadline - self._clock())
-                with self._movable(attempt, log, stages, num_moves):
-                    async with aclosing(events):
-                        is_first = True
-                        async for event in events:
-                            now = self._clock()
-                            if is_first and stages.attempts > 1:
-                                _log_resumption(stages, len(sent), now - last)
-                            is_first, last = False, now
-                            sent.extend(token.token_id for token in event.tokens)
-                            stages.num_output_tokens += len(event.tokens)
-                            if event.finish_reason is not None:
-                                stages.finish = now
-                            yield event
+                async with self._movable(attempt, log, stages, num_moves), aclosing(events):
+                    is_first = True
+                    async for event in events:
+                        now = self._clock()
+                        if is_first and stages.attempts > 1:
+                            _log_resumption(stages, len(sent), now - last)
+                        is_first, last = False, now
+                        sent.extend(token.token_id for token in event.tokens)
+                        stages.num_output_tokens += len(event.tokens)
+                        if event.finish_reason is not None:
+                            stages.finish = now
+                        yield event
                 return
             except StreamMoved as error:
-                target, num_moves = error.path, num_moves + 1
+                target, num_moves, move = error.path, num_moves + 1, StreamMove(error.path.decode, error.reason)
                 continue
             except (WorkerLost, RequestError) as error:
                 failure = error
@@ -216,7 +228,7 @@ class Pipeline:
                 if not isinstance(error, PrefillMoved):
                     failed.add(decode)
             finally:
-                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded))
+                log.emit(AttemptEnded(self._clock(), failure, log.has_decoded, move))
             await self._records.suspects.judge(suspect)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
@@ -230,14 +242,17 @@ class Pipeline:
 
     def _movable(
         self, attempt: Attempt | ScoreAttempt, log: AttemptLog, stages: SequenceStages, num_moves: int
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Let the attempt's stream move to another worker for as long as the context lasts."""
         if not self._config.moves or isinstance(attempt, ScoreAttempt):
             return nullcontext()
         context = log.attempt
         request = msgspec.structs.replace(context.request, log_context=stages.log_context)
-        stream = RunningStream(request, context.sent, context.path.decode, attempt.end, self._clock(), num_moves)
-        return self._moves.running(stream)
+        worker = context.path.decode
+        stream = RunningStream(
+            request, context.sent, context.suspect, worker, attempt.end, self._clock(), num_moves=num_moves
+        )
+        return self.moves.running(stream)
 
     async def _find(
         self,
@@ -308,7 +323,8 @@ class Pipeline:
         except BaseException:
             hold.release()
             raise
-        stages.expected = path.estimate
+        stages.path_kind, stages.expected = path.kind, path.estimate
+        self.paths[path.kind] += 1
         stages.admit = self._clock()
         self._budget.count_first_attempt()
 

@@ -31,6 +31,7 @@ from twostroke.router.observe.scrape import (
     no_other_routers,
     other_versions_family,
     own_collections_family,
+    path_families,
 )
 from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
@@ -220,6 +221,8 @@ class RouterService:
             "slo_classes": [
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
+            "paths": dict(self.pipeline.paths),
+            "moves": dict(self.pipeline.moves.num_moved),
             "autoscaling": self._scaling_status(),
             "other_versions": {role: sorted(names) for role, names in self.other_versions().items() if names},
             "workers": [
@@ -277,11 +280,18 @@ class RouterService:
 
     def sample(self) -> RouterMetricsSample:
         """This router's numbers."""
+        moves = self.pipeline.moves
         planned = planned_families(self.expected(), self.scaling())
         left_out = other_versions_family(self.other_versions())
         return RouterMetricsSample(
             self.config.router_id,
-            (*self._metrics.registry.collect(), *planned, left_out, own_collections_family()),
+            (
+                *self._metrics.registry.collect(),
+                *path_families(self.pipeline.paths, moves.num_moved, moves.num_failed),
+                *planned,
+                left_out,
+                own_collections_family(),
+            ),
             tuple(self._worker_numbers()),
             frozenset(self.pipeline.ejected()),
         )

@@ -188,6 +188,7 @@ def _fields(exchange: HttpExchange, request: GenerateRequest, stages: SequenceSt
         if prefill is None
         else _kv_bytes(prefill, request.num_prompt_tokens - stages.num_skipped_tokens),
         "preemptions": stages.num_preemptions,
+        "moves": [(_ms(one.at), one.source, one.target) for one in stages.moves],
         "arrived": _ms(stages.arrive),
         "begun": _ms(stages.begun),
         "prompt_done": _ms(stages.prompt_done),

@@ -80,7 +80,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, Sequence[float]]] = {
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
     "num_cached_tokens": ("prompt_tokens_cached", "Prompt tokens found in a prefix cache."),
-    "resumes": ("request_resumes", "Attempts after a request's first."),
+    "resumes": ("request_resumes", "Attempts that followed a failed one."),
     "num_unparsed": ("unparsed_responses", "Texts in answers that looked like tool calls and were sent as content."),
     "prefill_failures": (
         "prefill_failures",

@@ -19,6 +19,8 @@ from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import ROLES, Role, WorkerInfo, WorkerStats
+from twostroke.router.attempt_events import MOVE_REASONS, MoveReason
+from twostroke.router.fleet import PATH_KINDS, PathKind
 from twostroke.router.observe.metrics import family
 
 WorkerNumbers = Sequence[tuple[WorkerInfo, WorkerStats]]
@@ -145,6 +147,32 @@ OtherRouters = Callable[[], Awaitable[Sequence[RouterMetricsSample]]]
 async def no_other_routers() -> Sequence[RouterMetricsSample]:
     """Return no samples: there is one router."""
     return ()
+
+
+def path_families(
+    paths: Mapping[PathKind, int], moved: Mapping[MoveReason, int], failed: Mapping[MoveReason, int]
+) -> list[Metric]:
+    """Return the series of the paths that choices took, and of streams that moved, or could not."""
+    outcomes = {"moved": moved, "failed": failed}
+    counted = {
+        (reason, how): float(counts.get(reason, 0)) for how, counts in outcomes.items() for reason in MOVE_REASONS
+    }
+    return [
+        family(
+            Counters,
+            "request_paths",
+            "Choices begun, by which workers compute the prompt and write the answer.",
+            ["path"],
+            {kind: float(paths.get(kind, 0)) for kind in PATH_KINDS},
+        ),
+        family(
+            Counters,
+            "stream_moves",
+            "Running streams that went on at another worker, or could not, by why they were to leave.",
+            ["reason", "outcome"],
+            counted,
+        ),
+    ]
 
 
 def other_versions_family(names: Mapping[Role, Collection[str]]) -> Metric:

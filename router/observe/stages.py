@@ -7,6 +7,7 @@ begins with the attempt and includes what it waited for.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,12 +21,13 @@ from twostroke.router.attempt_events import (
     DecodeDone,
     DecodeStarted,
     FirstToken,
+    MoveReason,
     PrefillDone,
     PrefillTakenOver,
     PrefixCached,
     ScoreDone,
 )
-from twostroke.router.fleet import Path, PathEstimate
+from twostroke.router.fleet import Path, PathEstimate, PathKind
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +56,15 @@ class AttemptStages(WorkerTimings):
     error: str | None  # the kind of failure that ended it; never an error's own words, which may quote a request
 
 
+class MoveStage(NamedTuple):
+    """A move of the stream, from one worker to another."""
+
+    at: float
+    source: str
+    target: str
+    reason: MoveReason
+
+
 @dataclass(slots=True)
 class SequenceStages(WorkerTimings):
     """The stamps of one sequence. A resumed sequence keeps the durations of its last attempt."""
@@ -62,6 +73,7 @@ class SequenceStages(WorkerTimings):
     first_token: float | None = None
     finish: float | None = None
     admit: float | None = None  # tokenised, its path chosen, and let through
+    path_kind: PathKind | None = None  # that it was admitted on
     expected: PathEstimate | None = None  # of the path that it was admitted on
     follows: bool = False  # admitted together with another choice of the same response
     decisions_s: list[float] = field(default_factory=list)  # how long each choice of workers took
@@ -72,6 +84,7 @@ class SequenceStages(WorkerTimings):
     decoding: float | None = None  # the decode worker has drawn a token of its own
     num_skipped_tokens: int = 0  # prompt tokens whose KV the decode worker had, and the transfer left out
     tries: list[AttemptStages] = field(default_factory=list)  # those that are over
+    moves: list[MoveStage] = field(default_factory=list)
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
     num_reasoning_tokens: int = 0  # of these
@@ -112,6 +125,9 @@ class SequenceStages(WorkerTimings):
             case AttemptEnded():
                 assert self.begun is not None
                 self.end_attempt(self.begun, event.at, path, event.error)
+                if event.move is not None:
+                    ends = path.decode.peer.worker_id, event.move.target.peer.worker_id
+                    self.moves.append(MoveStage(event.at, *ends, event.move.reason))
 
     def _keep_prefill(self, reply: PrefillReply, num_prompt_tokens: int) -> None:
         self.prefill_queue_s, self.prefill_s = reply.queue_s, reply.prefill_s
@@ -158,8 +174,8 @@ class SequenceStages(WorkerTimings):
 
     @property
     def resumes(self) -> int:
-        """Attempts after the first."""
-        return max(0, self.attempts - 1)
+        """Attempts after the first that follow a failed one."""
+        return max(0, self.attempts - 1 - len(self.moves))
 
     @property
     def admit_s(self) -> float | None:

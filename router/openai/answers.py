@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.protocol.requests import FinishReason
+from twostroke.router.fleet import PathKind
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import GenerationFields
@@ -80,6 +81,8 @@ class StageTimes(TypedDict, total=False):
     e2e_s: float
     resumes: int
     preemptions: int
+    moves: int
+    path: PathKind
 
 
 class Usage(TypedDict):
@@ -96,9 +99,10 @@ class Usage(TypedDict):
 def stage_times(stages: SequenceStages) -> StageTimes:
     """A choice's stages as the response shows them."""
     times = {name: getattr(stages, name) for name in StageTimes.__annotations__ if name.endswith("_s")}
-    counts = {"resumes": stages.resumes, "preemptions": stages.num_preemptions}
+    counts = {"resumes": stages.resumes, "preemptions": stages.num_preemptions, "moves": len(stages.moves)}
+    path = {} if stages.path_kind is None else {"path": stages.path_kind}
     written = {name: seconds for name, seconds in times.items() if seconds is not None}
-    return cast(StageTimes, written | {name: count for name, count in counts.items() if count})
+    return cast(StageTimes, written | {name: count for name, count in counts.items() if count} | path)
 
 
 class _ChoiceHead(TypedDict):

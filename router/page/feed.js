@@ -72,7 +72,8 @@ function hear(event, router) {
 function hearSequence({ kind, now: at, id, ...news }, name) {
   let one = sequences.get(name);
   if (!one) sequences.set(name, (one = { name, id, ticks: [], faults: [], tokensAt: null }));
-  if (news.attempt > 1 && news.attempt !== one.attempt && one.attempt) one.faults.push(news.begun ?? at);
+  const failed = (known) => Math.max(0, (known.attempt ?? 0) - 1 - (known.moves?.length ?? 0)); // a move is no fault
+  if (one.attempt && failed({ ...one, ...news }) > failed(one)) one.faults.push(news.begun ?? at);
   if (news.prefill_failures > (one.prefill_failures ?? 0)) one.faults.push(at);
   const before = one.output_tokens ?? 0;
   Object.assign(one, news);

@@ -145,6 +145,7 @@ function draw() {
   axis(scene, span);
   for (const one of laidOut) if (one.worker) workerRow(scene, one);
   for (const one of laidOut) if (one.sequence) ribbon(scene, one);
+  for (const one of laidOut) if (one.sequence) moves(scene, one);
   for (const one of laidOut) if (one.sequence) lane(scene, one);
   if (!laidOut.length) words(gutter + 12, height / 2, state.status === "live" ? "Nothing has been asked yet" : "", colours["ink-2"]);
   describe(at("detail"), laidOut.find((one) => one.name === chosen));
@@ -271,6 +272,33 @@ function ribbon({ from, end, x }, { sequence, name }) {
   pen.fillStyle = colours.decode;
   pen.fillRect(x(sequence.decoding ?? end), low, x(sequence.finished ?? end) - x(sequence.decoding ?? end), 4);
   pen.globalAlpha = 1;
+}
+
+/** From one worker's row to another's: where a running sequence went on. */
+function moves({ from, x }, { sequence, name }) {
+  const row = (id, moment) => laidOut.findLast((one) => one.worker?.row.id === id && one.worker.since <= moment);
+  for (const [moment, before, after] of sequence.moves ?? []) {
+    const [source, target] = [row(before, moment), row(after, moment)];
+    if (!source || !target || moment < from) continue;
+    const is_down = source.top < target.top;
+    const [begins, ends] = is_down ? [source.top + source.height, target.top] : [source.top, target.top + target.height];
+    const is_chosen = chosen === name || chosen === source.name || chosen === target.name;
+    const place = x(moment);
+    const tip = is_down ? -6 : 6;
+    pen.strokeStyle = pen.fillStyle = colours.decode;
+    pen.globalAlpha = is_chosen ? 1 : chosen ? 0.15 : 0.7;
+    pen.lineWidth = 2;
+    pen.beginPath();
+    pen.moveTo(place, begins);
+    pen.lineTo(place, ends);
+    pen.stroke();
+    pen.beginPath();
+    pen.moveTo(place, ends);
+    pen.lineTo(place - 4, ends + tip);
+    pen.lineTo(place + 4, ends + tip);
+    pen.fill();
+    pen.globalAlpha = pen.lineWidth = 1;
+  }
 }
 
 function lane(scene, { sequence, top, height: high, name }) {

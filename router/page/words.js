@@ -48,10 +48,11 @@ function ofSequence(one) {
     ["Prompt", `${one.prompt_tokens} tokens`],
     ["Cached", `${one.cached_tokens}`],
     ["Out", `${one.output_tokens}`],
-    ["Prefill", one.prefill ? `${shortName(one.prefill)}, ${ms(one.prefill_s)}` : "at the decode worker"],
+    ["Prefill", one.prefill ? `${shortName(one.prefill)}, ${ms(one.prefill_s)}` : "where it decodes"],
     ["Decode", one.decode ? shortName(one.decode) : "\u2013"],
     ["KV moved", one.prefill ? `${bytes(one.kv_bytes)}, ${ms(one.transfer_s)}` : "none"],
   ];
+  if (one.moves?.length) facts.push(["Moves", one.moves.map(([, , target]) => `to ${shortName(target)}`).join(", ")]);
   if (one.attempt > 1) facts.push(["Attempts", `${one.attempt}`]);
   if (one.prefill_failures) facts.push(["Prefill lost", `${one.prefill_failures}`]);
   if (one.preemptions) facts.push(["Preempted", `${one.preemptions}`]);

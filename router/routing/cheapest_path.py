@@ -300,6 +300,7 @@ def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
         source=source.info if source is not None and prefill.pull_s > 0 else None,
         estimate=estimate,
         new_tokens=prefill.new_tokens,
+        is_at_prefill=decode.worker.role == "prefill",
     )
 
 

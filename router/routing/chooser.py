@@ -158,7 +158,13 @@ class PathChooser:
         return self._view.find(worker)
 
     def choose_target(
-        self, request: GenerateRequest, sent: Sequence[int], source: WorkerInfo, *, to_prefill: bool
+        self,
+        request: GenerateRequest,
+        sent: Sequence[int],
+        source: WorkerInfo,
+        *,
+        to_prefill: bool,
+        ejected: Collection[Peer] = (),
     ) -> Path:
         """Return the path of a running sequence that leaves `source`: the other worker with room that is quickest.
 
@@ -168,8 +174,9 @@ class PathChooser:
         self._view.refresh()
         workers = [*self._view.of_role["decode"], *(self._view.of_role["prefill"] if to_prefill else ())]
         query = self._query(request, sent)
-        target = cheapest_target([one for one in workers if one.info.peer != source.peer], query, source)
-        return Path(None, target.info, new_tokens=target.info.layout.block_size)
+        left_out = {source.peer, *ejected}
+        target = cheapest_target([one for one in workers if one.info.peer not in left_out], query, source)
+        return Path(None, target.info, new_tokens=target.info.layout.block_size, is_at_prefill=target.role == "prefill")
 
     def hold(self, path: Path, request: GenerateRequest, sent: Sequence[int]) -> Hold:
         """Count the attempt in at its workers."""
@@ -195,9 +202,10 @@ class PathChooser:
             case DecodeDone(reply, num_tokens) if path.prefill is None and reply.transfer_s > 0:
                 # Without a transfer the prefix that was to be pulled was there already.
                 self._learn_pull(path, num_tokens, reply.num_cached_tokens, reply.transfer_s)
-            case AttemptEnded(has_decoded=True):
+            case AttemptEnded(error=error, has_decoded=True, move=move):
                 sent = attempt.sent  # the decode worker holds the KV of all but the last token
-                self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
+                if error is None and move is None:
+                    self._answer_tokens += ANSWER_WEIGHT * (len(sent) - self._answer_tokens)
                 self._expect(path.decode, attempt.request, sent[:-1])
 
     def _query(self, request: GenerateRequest, sent: Sequence[int]) -> PathQuery:

@@ -361,12 +361,13 @@ class PromptShares:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._shares: dict[Peer, float] = {}
+        self._shares: dict[Peer, tuple[float, float]] = {}  # weighted sum of the shares so far, and of their weights
         self._counted: dict[Peer, tuple[float, int]] = {}  # when its last numbers came, and its computed tokens then
 
     def of(self, worker: Peer) -> float:
         """Return the share; 0 of a worker that is not known yet."""
-        return self._shares.get(worker, 0.0)
+        total, weight = self._shares.get(worker, (0.0, 0.0))
+        return total / weight if weight else 0.0
 
     def on_stats(self, worker: Peer, stats: WorkerStats) -> None:
         """Learn from the prompt tokens that the worker has computed since its last numbers."""
@@ -375,8 +376,9 @@ class PromptShares:
         self._counted[worker] = now, stats.computed_tokens
         if now > before and stats.costs is not None:
             latest = min(1.0, (stats.computed_tokens - num_tokens) * stats.costs.token_s / (now - before))
-            share = self._shares.get(worker, 0.0)
-            self._shares[worker] = share + (latest - share) * -math.expm1((before - now) / _SHARE_S)
+            total, weight = self._shares.get(worker, (0.0, 0.0))
+            newest = -math.expm1((before - now) / _SHARE_S)
+            self._shares[worker] = total + newest * (latest - total), weight + newest * (1.0 - weight)
 
     def keep(self, workers: Collection[Peer]) -> None:
         """Forget all others."""

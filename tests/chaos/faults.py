@@ -14,8 +14,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_api_key, revoke_api_key
 from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
@@ -23,6 +24,7 @@ from tests.chaos.stalled_clients import Part, StalledClients
 from tests.rigs.processes import comes, process_state
 from twostroke.benchmarks.faults.load import PATIENCE_S, ServerAddress, SteadyLoad
 from twostroke.benchmarks.faults.verdict import Injected
+from twostroke.cluster.commands.workers import num_requests
 
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""
@@ -32,6 +34,8 @@ DEATHS_APART_S = 3.0
 SILENCES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
 REFUSED_S = 3.0  # from a damaged chunk's leaving to its refusal
 BURST = 16  # requests
+DRAIN_S = 10.0  # in which the requests of a worker that drains leave it
+ORDERED_S = (0.5, 2.0, 4.0)  # from an order's effect to the order that takes it back
 
 
 class NotBack(Exception):
@@ -122,6 +126,49 @@ class Injector:
         if not closed:
             return None
         return Injected(f"cut {role} | {side}", "network", begin, time.monotonic(), f"{closed} connections closed")
+
+    # --- orders of an operator, which take a worker out of its role for a while ---
+
+    async def drain(self, role: str) -> Injected | None:
+        """A worker drains, and takes requests again. Proof: its requests have left it, and some had been there."""
+        return await self._ordered(f"drain {role}", role, {"draining": True}, {"draining": False})
+
+    async def change_role(self, role: str) -> Injected | None:
+        """A worker takes the other role, and its own again. Proof: it says so."""
+        other = "decode" if role == "prefill" else "prefill"
+        return await self._ordered(f"role of {role}", role, {"role": other}, {"role": role})
+
+    async def _ordered(
+        self, name: str, role: str, order: Mapping[str, Any], back: Mapping[str, Any]
+    ) -> Injected | None:
+        worker = self._victim(role).worker_id
+        begin = time.monotonic()
+        before = await self._requests_at(worker)
+        if not await self._server.order(worker, order):
+            return None
+        ordered = time.monotonic()
+        left = await self._requests_at(worker)
+        while order.get("draining") and left and time.monotonic() - ordered < DRAIN_S:
+            await asyncio.sleep(POLL_S)
+            left = await self._requests_at(worker)
+        took_s = time.monotonic() - ordered
+        await asyncio.sleep(self._draw.choice(ORDERED_S))
+        while not await self._server.order(worker, back):
+            if time.monotonic() - ordered > BACK_MOST_S:
+                raise NotBack(f"worker {worker} has not obeyed {back} in {BACK_MOST_S:g} s")
+            await asyncio.sleep(POLL_S)
+        end = time.monotonic()
+        if order.get("draining"):
+            if not before or left:
+                return None
+            return Injected(name, "network", begin, end, f"{before} requests had left after {took_s:.1f} s")
+        return Injected(name, "network", begin, end, f"{worker} was a {order['role']} worker for {end - ordered:.1f} s")
+
+    async def _requests_at(self, worker_id: str) -> int:
+        """Return the requests at a worker; -1 where nobody knows."""
+        status = await self._server.status() or {"workers": []}
+        rows = [one for one in status["workers"] if one["worker_id"] == worker_id and one["stats"] is not None]
+        return num_requests(rows[0]) if rows else -1
 
     # --- faults that a worker stays in use with ---
 
@@ -319,6 +366,8 @@ def role_lane(injector: Injector, role: str) -> Sequence[tuple[int, Strike]]:
         (3, lambda: injector.partition(role, "workers")),
         (3, lambda: injector.cut(role, "routers")),
         (3, lambda: injector.cut(role, "workers")),
+        (4, lambda: injector.drain(role)),
+        (3, lambda: injector.change_role(role)),
     ]
 
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -13,6 +14,7 @@ import msgspec
 
 from tests.chaos.orders import Control
 from twostroke.benchmarks.faults.load import ServerAddress
+from twostroke.cluster.commands.workers import order as order_worker
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.local.asking import fetch_status
@@ -111,6 +113,14 @@ class ServerUnderChaos:
             return await asyncio.to_thread(fetch_status, self.target.url, self.target.api_key, timeout_s=5.0)
         except ConfigError:
             return None
+
+    async def order(self, worker_id: str, order: Mapping[str, Any]) -> bool:
+        """Have a router give a worker an operator's order. Return False where it refuses, or none answers."""
+        try:
+            await asyncio.to_thread(order_worker, self.target.url, worker_id, order, self.target.api_key)
+        except ConfigError:
+            return False
+        return True
 
     async def is_whole(self) -> bool:
         """Return whether a router reaches every worker, each of which is known to our agents."""

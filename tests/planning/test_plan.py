@@ -3,7 +3,7 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -12,7 +12,7 @@ from msgspec import structs
 from twostroke.cluster.cli import main
 from twostroke.planning.answer import settings_of
 from twostroke.planning.commands.plan import add_arguments, run
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.workload import promise_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
@@ -64,6 +64,18 @@ def test_fewer_gpus_serve_less_and_dearer_ones_are_left_to_others(capsys: pytest
     assert set(on_h100["hardware"].values()) == {"h100-80gb"}
 
 
+def test_a_plan_answers_with_the_modes_that_are_named_and_compares_fixed_roles(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["Llama-3.1-8B", "--gpu", "h100-80gb", "--gpus", "4", "--formulas", *FIXED, *SLO]
+    told = planned(capsys, *asked, "--modes", "hybrid", "fixed")
+    found: dict[str, float] = {}
+    for one in (told["best"], *told["runners_up"]):
+        found[one["mode"]] = max(one["goodput_rps"], found.get(one["mode"], 0.0))
+    assert found.keys() == {"hybrid", "fixed"}
+    assert found["hybrid"] >= found["fixed"]
+
+
 def test_measured_workers_are_planned_and_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     told = planned(
         capsys, "bundled", "--costs", "160m-cpu", "--gpus", "4", *FIXED, "--slo", "ttft_p90_s=1,tpot_p90_s=0.03"
@@ -74,7 +86,7 @@ def test_measured_workers_are_planned_and_simulated(capsys: pytest.CaptureFixtur
     assert best["goodput_rps"] == max(best["goodput_rps"], *(one["goodput_rps"] for one in told["runners_up"]))
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "disaggregated", "hybrid"])
+@pytest.mark.parametrize("mode", get_args(Mode))
 def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> None:
     profile = WorkerProfile(
         *("b", StepCosts(1, 1, 1, 1, 1), 1.0, 16, 1.0, 2048, 64, ""), hardware="h200", ranks=2, quantization="int8"

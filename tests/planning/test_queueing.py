@@ -4,12 +4,13 @@ import math
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from twostroke.planning.layouts import Layout
+from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.queueing import batch_of, erlang_c, late_s, rows_s, wait_of
 from twostroke.planning.workload import SLOTargets, Workload, promise_of
 from twostroke.protocol.errors import ConfigError
@@ -59,7 +60,7 @@ def test_kv_that_the_link_cannot_carry_never_comes() -> None:
     assert math.isinf(late_s(slow, 1000, 1000.0, 700.0))
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "disaggregated", "hybrid"])
+@pytest.mark.parametrize("mode", get_args(Mode))
 def test_more_load_never_keeps_a_promise_better_and_more_workers_serve_more(mode: str) -> None:
     def of(prefill: int, decode: int) -> Layout:
         if mode == "aggregated":
@@ -105,3 +106,13 @@ def test_a_promise_that_says_too_little_is_refused(text: str) -> None:
 
 def test_a_promise_is_read_with_its_percentiles() -> None:
     assert promise_of("ttft_p99_s=2,tpot_p50_s=0.1") == SLOTargets(2.0, 0.1, 0.99, 0.5)
+
+
+def test_idle_prefill_workers_write_answers_unless_roles_are_fixed() -> None:
+    long_answers = Workload("long answers", ((64, 300), (200, 400)))
+    fixed, hybrid = (Layout(mode, KIND, 1, KIND, 2) for mode in ("fixed", "hybrid"))
+    promise = replace(PROMISE, tpot_s=0.008)
+    served = fixed.goodput(long_answers, promise)
+    assert 1.05 * served < hybrid.goodput(long_answers, promise) < 3 * served
+    long_prompts = Workload("long prompts", ((3000, 4),))
+    assert hybrid.goodput(long_prompts, PROMISE) == pytest.approx(fixed.goodput(long_prompts, PROMISE), rel=0.05)

@@ -8,7 +8,11 @@ from contextlib import aclosing
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest, SamplingParams
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
+from twostroke.protocol.stats import WorkerInfo
+from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptStarted, StreamMove, SuspectRequest
+from twostroke.router.fleet import Path
 from twostroke.router.observe import feed as feed_module
 from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.feed import MOST_ENDED, MOST_OF_ONE_KEY, MOST_SEQUENCES, MOST_SUBSCRIBERS, Feed
@@ -77,6 +81,28 @@ async def test_a_sequence_is_told_once_and_then_what_changes_and_at_last_how_it_
             "kind": "sequence", "now": 0, "id": "1.0", "state": "over", "finished": 100.9, "end": "stop"
         }  # fmt: skip
     assert not feed._under_way
+
+
+async def test_a_stream_that_moves_is_told_with_both_workers_and_is_no_failure() -> None:
+    feed = a_feed(Clock())
+    (stages,) = begun(feed).stages
+    request = GenerateRequest("r0", "", (1, 2, 3), 3, SamplingParams(), 9)
+    first, second = (AttemptContext(Path(None, worker(name)), request, (), SuspectRequest(b"")) for name in "pd")
+    async with aclosing(feed.events(None, sees_all=True)) as events:
+        await look(events)
+        stages.on_event(first, AttemptStarted(100.1))
+        assert (await look(events))[0]["moves"] == []
+        stages.on_event(first, AttemptEnded(101.5, None, True, StreamMove(worker("d"), "drain")))
+        stages.on_event(second, AttemptStarted(101.5))
+        (told,) = await look(events)
+        assert told["moves"] == [[101.5, "p", "d"]]
+        assert (told["attempt"], told["decode"]) == (2, "d")
+        assert "prefill_failures" not in told
+
+
+def worker(name: str) -> WorkerInfo:
+    layout = KVLayout("m", "bfloat16", 1, 1, 1, 16)
+    return WorkerInfo("decode", Peer(name, 1), Address("", 0), (Address("", 0),), layout, 8, 64)
 
 
 async def test_a_clients_own_request_id_is_not_told() -> None:

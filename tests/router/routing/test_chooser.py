@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from tests.router.routing.knowing import COSTS, LAYOUT, PROMPT, Rig, info, request
+from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import BlocksChanged
 from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, TokenEvent
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone
+from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone, StreamMove
 
 
 def waiting(tokens):
@@ -66,6 +67,19 @@ async def test_an_answer_that_has_ended_is_expected_where_it_was_written_but_for
     following = rig.chooser.choose(request((*PROMPT, *written, *range(15))))
     assert (following.prefill, following.decode) == (None, path.decode)
     assert following.new_tokens == 400 + 48 + 15 - (400 + 32), "the block with its last token is not held"
+
+
+@pytest.mark.parametrize(
+    ("error", "moves", "teaches"), [(None, False, True), (None, True, False), (WorkerLost("dead"), False, False)]
+)
+async def test_only_attempts_that_end_an_answer_teach_how_long_answers_are(error, moves, teaches):
+    rig = Rig()
+    path, hold = rig.take(request())
+    before = rig.chooser._answer_tokens
+    move = StreamMove(path.decode, "crowded") if moves else None
+    rig.emit(path, AttemptEnded(0.0, error, True, move), (1, 2, 3))
+    hold.release()
+    assert (rig.chooser._answer_tokens < before) == teaches
 
 
 async def test_other_tenants_prefixes_are_not_found():

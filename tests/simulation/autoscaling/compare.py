@@ -24,7 +24,8 @@ from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, run
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
-from twostroke.router.slo.classes import SLOConfig
+from twostroke.planning.layouts import Mode, router_settings
+from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.worker.profile import WorkerProfile
 
 HOUR_S = 3600.0
@@ -178,7 +179,12 @@ class Setting:
     ttft_s: float
     tpot_s: float
     startup_s: float
-    is_aggregated: bool = False  # decode workers read the prompts, and there are no others
+    mode: Mode = "hybrid"
+
+    @property
+    def is_aggregated(self) -> bool:
+        """Decode workers compute the prompts, and there are no others."""
+        return self.mode == "aggregated"
 
 
 def serve(trace: Trace, setting: Setting, scaler: Scaler, start: tuple[int, int], after_s: float = 0.0) -> Outcome:
@@ -190,7 +196,8 @@ def serve_with_fleet(
     trace: Trace, setting: Setting, scaler: Scaler, start: tuple[int, int], after_s: float = 0.0
 ) -> tuple[Outcome, CoarseFleet]:
     """The same, and the fleet as it is then."""
-    router = LiveRouter(SLOConfig(admission=False), decodes_alone=setting.is_aggregated)
+    promised = SLOClass(name="standard", ttft_s=setting.ttft_s, tpot_s=setting.tpot_s)
+    router = LiveRouter(SLOConfig(classes=(promised,), admission=False), **router_settings(setting.mode))
     fleet = CoarseFleet(setting.kind, setting.startup_s, setting.ttft_s, setting.tpot_s, router)
     requests = trace.fresh()
     ends_s = trace.ends_s + after_s

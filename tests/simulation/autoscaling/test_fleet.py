@@ -30,7 +30,7 @@ def prompts_only(costs: StepCosts) -> WorkerProfile:
 def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> float:
     """Return the mean wait of prompts that only wait and are computed."""
     kind = prompts_only(StepCosts(0.0, TOKEN_S, 0.0, 0.0, 0.0))
-    fleet = CoarseFleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False))
+    fleet = CoarseFleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False, roles="fixed"))
     at_s, requests = 0.0, []
     for gap, tokens in zip(gaps, lengths, strict=True):
         at_s += gap
@@ -68,9 +68,9 @@ def test_decoding_takes_the_sum_of_its_steps() -> None:
     both = sum(costs.decode_s(2, 402 + 2 * step) + costs.base_s for step in range(50))
     alone = sum(costs.decode_s(1, 301 + step) + costs.base_s for step in range(50, 100))
     assert worker.next_end_s() == pytest.approx(both, rel=2e-3)
-    assert worker.end_one(worker.next_end_s()) is requests[0]
+    assert worker.end_some(worker.next_end_s()) == [requests[0]]
     assert worker.next_end_s() == pytest.approx(both + alone, rel=2e-3)
-    assert worker.end_one(worker.next_end_s()) is requests[1]
+    assert worker.end_some(worker.next_end_s()) == [requests[1]]
     assert worker.held_tokens == 0
 
 
@@ -81,7 +81,7 @@ def test_what_the_kv_cache_has_no_room_for_waits_for_those_that_decode() -> None
     for _ in range(3):
         worker.join(CoarseRequest(0.0, 100, 11), 0.0)
     assert (len(worker.rows), len(worker.waiting)) == (2, 1)
-    worker.end_one(worker.next_end_s())
+    worker.end_some(worker.next_end_s())
     assert (len(worker.rows), len(worker.waiting)) == (2, 0)
 
 

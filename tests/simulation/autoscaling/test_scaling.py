@@ -21,7 +21,7 @@ from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
 
-SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0)
+SETTING = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, mode="disaggregated")
 
 
 def limited_to(fleet: tuple[int, int], cooldown_s: float) -> AutoscalingConfig:
@@ -124,14 +124,14 @@ def test_prompts_and_answers_share_steps_as_they_do_one_by_one() -> None:
     for request in closed:
         worker.read(request, 0.0)
     while worker.num_requests:
-        worker.end_one(worker.next_end_s())
+        worker.end_some(worker.next_end_s())
     for expected, found in zip(one_by_one, closed, strict=True):
         assert found.first_s == pytest.approx(expected.first_s, rel=0.03, abs=TPOT_S)
         assert found.last_s == pytest.approx(expected.last_s, rel=0.03, abs=TPOT_S)
     assert worker.held_tokens == 0
 
 
-AGGREGATED = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, is_aggregated=True)
+AGGREGATED = Setting(SMALL, ttft_s=5.0, tpot_s=0.02, startup_s=45.0, mode="aggregated")
 
 
 def test_an_aggregated_fleet_follows_a_day_for_part_of_a_fixed_fleets_hours() -> None:

@@ -2,9 +2,10 @@
 
 What must hold, whatever the seed: each client gets exactly the oracle's tokens (those before it left), each index once
 and in order, and one end, soon; where nothing goes wrong, no prompt is computed twice; the blocks of a lost router's
-requests are free within a lease; afterwards no worker owns a block, no call, connection or task is left. Only these
-requests may fail: in an overload with status 429, before the first token; those that kill engines, of which they get
-two at most; and, taken for such, one that two other faults have met on two workers in a row.
+requests are free within a lease; afterwards no worker owns a block, no call, connection or task is left. No answer is
+written at two workers at once, and streams move as often as they may (blind_router.py). Only these requests may fail:
+in an overload with status 429, before the first token; those that kill engines, of which they get two at most; and,
+taken for such, one that two other faults have met on two workers in a row.
 """
 
 import asyncio
@@ -17,14 +18,16 @@ from tests.simulation.blind_router import BlindRouter
 from tests.simulation.fake_model import FakeEngine, expected_tokens
 from tests.simulation.replay import Counts
 from tests.simulation.scenarios.injector import Injector
+from tests.simulation.scenarios.moving import make_moving
 from tests.simulation.scenarios.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
 from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
-from twostroke.protocol.requests import TokenEvent
+from twostroke.protocol.requests import LogContext, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace
 from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.sim_fleet import SimFleet, SimProcess
 from twostroke.simulator.virtual_loop import describe, run_virtually, virtual_loop
@@ -56,6 +59,9 @@ class Report(Counts):
     pulled_by_decode: int = 0  # of them, by decode workers alone
     steps: int = 0
     steps_ahead: int = 0
+    moved: int = 0  # streams, to another worker
+    not_moved: int = 0  # since the first part of the move failed
+    reasons: Counter[str] = field(default_factory=Counter)  # of moves that were begun
     copied: int = 0  # ends of prompts, from another's block
     virtual_s: float = 0.0
 
@@ -99,9 +105,10 @@ def run_scenario(scenario: Scenario, trace: Trace | None = None) -> Report:
     return run_virtually(_Simulation(scenario, trace).run(), limit_s=600.0)
 
 
-def run_seed(seed: int, trace: Trace | None = None, *, with_faults: bool = False) -> Report:
+def run_seed(seed: int, trace: Trace | None = None, *, with_faults: bool = False, with_moves: bool = False) -> Report:
     """The same for a seed's scenario."""
-    return run_scenario(make_scenario(seed, with_faults=with_faults), trace)
+    make = make_moving if with_moves else make_scenario
+    return run_scenario(make(seed, with_faults=with_faults), trace)
 
 
 class _Simulation:
@@ -119,7 +126,7 @@ class _Simulation:
         self._trace(str(scenario))
         self._fabric = MemoryFabric(scenario.seed, trace=self._trace if self._write is not None else None)
         self._links = LinkFabric(bytes_per_s=scenario.link_bytes_per_s)
-        self._fleet = SimFleet(scenario, FakeEngine.of_role, self._fabric, self._links, self._trace)
+        self._fleet = SimFleet(scenario, self._engine, self._fabric, self._links, self._trace)
         for _ in range(scenario.num_prefill):
             await self._fleet.start("prefill")
         for _ in range(scenario.num_decode):
@@ -145,12 +152,16 @@ class _Simulation:
         await self._settle()
         return self._report
 
+    def _engine(self, role: Role, store: FakeStore, swap_space: FakeSwapSpace | None) -> FakeEngine:
+        return FakeEngine(store, swap_space, step_s=self._scenario.step_s)
+
     async def _client(self, arrival: Arrival, router: BlindRouter) -> None:
         """One client: reads its answer, or leaves in the middle."""
         await asyncio.sleep(arrival.at_s)
         if router.lost.done():
             return  # nobody listens there
-        name, answer, stages = arrival.request.request_id, _Answer(), SequenceStages(arrive=self._clock())
+        name, answer = arrival.request.request_id, _Answer()
+        stages = SequenceStages(arrive=self._clock(), log_context=LogContext(name))
         reading = router.spawn(self._read(arrival, router, answer, stages))
         self._report.requests += 1
         patience_s = MOST_WAIT_S if arrival.cancel_after_s is None else arrival.cancel_after_s
@@ -247,6 +258,11 @@ class _Simulation:
         assert not self._fleet.num_calls, f"{self._fleet.num_calls} calls are left"
         for left in (self._fabric.connections, self._fabric.listeners, self._links.pending):
             assert not left, f"{len(left)} are left of {left}"
+        for router in self._routers:
+            self._errors += router.violations
+            self._report.reasons += router.reasons
+            self._report.moved += router.pipeline.moves.num_moved
+            self._report.not_moved += router.pipeline.moves.num_failed
         errors = [*self._errors, *self._injector.violations]
         assert not errors, "; ".join(errors)
         self._report.virtual_s = self._clock()

@@ -240,6 +240,7 @@ class Scenario(FleetPlan):
     faults: tuple[Fault, ...]
     is_overload: bool  # more requests than queues hold: some are refused
     max_context: int = MAX_CONTEXT
+    step_s: float = 0.001  # of an engine's step, its tokens aside
     blind_pulls: float = 0.0  # share of the prompts that decode workers read alone which are pulled from anybody
 
 
@@ -324,7 +325,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
         is_overload=is_overload,
         blind_pulls=blind_pulls,
     )
-    return _with_room_for_windows(scenario, largest) if any(windows) else scenario
+    return with_room_for_windows(scenario, largest) if any(windows) else scenario
 
 
 def _windows(seed: int, num_layers: int) -> tuple[int, ...]:
@@ -336,7 +337,7 @@ def _windows(seed: int, num_layers: int) -> tuple[int, ...]:
     return tuple(window if layer == num_layers - 1 or draw.random() < share else 0 for layer in range(num_layers))
 
 
-def _with_room_for_windows(scenario: Scenario, largest: int) -> Scenario:
+def with_room_for_windows(scenario: Scenario, largest: int) -> Scenario:
     """Return the scenario with as many blocks for the largest request, more or less, as if all layers kept
     everything."""
     groups, size = group_layers(scenario.windows), scenario.decode_block_size

@@ -3,7 +3,9 @@
 Those of KV transfer itself: ../transfers/test_lifecycle_safeguards.py. Those of overload: ../policies/test_policies.py.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from types import ModuleType
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 from msgspec.structs import replace
 
+from tests.simulation.scenarios.moving import make_moving
 from tests.simulation.scenarios.run import run_scenario
 from tests.simulation.scenarios.scenario import Scenario, make_scenario
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -24,6 +27,7 @@ from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Tic
 from twostroke.router.attempt_events import SuspectRequest
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
+from twostroke.router.generate.moves import RunningStream, StreamMoves
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.health.poison import Suspects
 from twostroke.router.health.worker_records import WorkerRecords
@@ -53,12 +57,12 @@ class Sabotage:
     target: type | ModuleType
     name: str
     replacement: Callable[..., Any]
-    only: str  # seeds with this fault, "any fault", "overload" or "poison"; none: seeds without faults
+    only: str  # seeds with this fault, "any fault", "overload", "poison" or "moves"; none: seeds without faults
     seen_by: int  # the seed that is tried first, where the others take long to see it
 
     def is_tried_by(self, scenario: Scenario) -> bool:
         match self.only:
-            case "" | "any fault":
+            case "" | "any fault" | "moves":
                 return True
             case "overload":
                 return scenario.is_overload and not scenario.faults
@@ -253,6 +257,41 @@ def _hold_refusals_against_workers(
         records._ejection.failed(worker)
 
 
+@sabotage("streams move as often as they like", StreamMoves, "_may_move", "moves")
+def _always_move(moves: StreamMoves, stream: RunningStream, reason: str, now: float) -> bool:
+    return stream.move is None and bool(stream.sent)
+
+
+@sabotage("nobody counts a stream's moves", RunningStream, "__init__", "moves")
+def _forget_moves(stream: RunningStream, *args: Any, num_moves: int) -> None:
+    _begin_stream(stream, *args, num_moves=0)
+
+
+@sabotage("moves outlive their streams", StreamMoves, "running", "moves", 228)
+@asynccontextmanager
+async def _never_give_a_move_up(moves: StreamMoves, stream: RunningStream) -> AsyncIterator[None]:
+    async with _running(moves, stream):
+        try:
+            yield
+        finally:
+            stream.move = None
+
+
+@sabotage("a stream that has moved is written on where it was", Attempt, "_call_decode", "moves")
+async def _never_end_the_call(attempt: Attempt) -> None:
+    await asyncio.shield(asyncio.ensure_future(_call_decode(attempt)))
+
+
+@sabotage("a moved stream forgets what was sent", Pipeline, "_next_try", "moves")
+def _begin_anew(
+    pipeline: Pipeline, request: GenerateRequest, sent: Sequence[int], stages: SequenceStages
+) -> GenerateRequest:
+    return _call_what_was_sent_a_prompt(pipeline, request, sent, stages)
+
+
+_begin_stream = RunningStream.__init__
+_running = StreamMoves.running
+_call_decode = Attempt._call_decode
 _failed = WorkerRecords._failed
 _next_try = Pipeline._next_try
 _heard = BlockIndex.heard
@@ -268,7 +307,10 @@ _release_decode = Scheduler._release_if_unused
 def test_the_simulation_goes_red_when(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sabotage.target, sabotage.name, sabotage.replacement)
     seeds = chain([sabotage.seen_by], range(MOST_SEEDS))
-    scenarios = (make_scenario(seed, with_faults=bool(sabotage.only)) for seed in seeds)
+    if sabotage.only == "moves":
+        scenarios = (make_moving(seed, with_faults=False) for seed in seeds)
+    else:
+        scenarios = (make_scenario(seed, with_faults=bool(sabotage.only)) for seed in seeds)
     for scenario in islice(filter(sabotage.is_tried_by, scenarios), MOST_RUNS):
         try:
             run_scenario(scenario)

@@ -1,6 +1,6 @@
-"""Seven thousand seeds, the first 500 in `make test`: workers, KV transfer and routers unchanged, on virtual time.
+"""Twelve thousand seeds, the first 600 in `make test`: workers, KV transfer and routers unchanged, on virtual time.
 
-A failure names its seed: `python -m tests.simulation SEED [--faults]` replays it with a trace.
+A failure names its seed: `python -m tests.simulation SEED [--faults] [--moves]` replays it with a trace.
 """
 
 from functools import partial
@@ -42,15 +42,32 @@ def test_requests_end_right_although_workers_routers_networks_and_calls_fail(fir
     assert report.links_lost > 0
 
 
+@pytest.mark.parametrize("first", starts(1000, 50, at_once=50))
+def test_streams_move_and_every_client_gets_its_tokens(first: int):
+    report = run_seeds(partial(run_seed, with_moves=True), range(first, first + 50), Report())
+    assert report.moved > 20
+    assert report.not_moved == 0
+    assert set(report.reasons) == {"drain", "crowded", "prompts"}
+    assert report.pulled_by_decode > 500
+
+
+@pytest.mark.parametrize("first", starts(4000, 50, at_once=50))
+def test_streams_move_right_although_workers_routers_networks_and_calls_fail(first: int):
+    report = run_seeds(partial(run_seed, with_faults=True, with_moves=True), range(first, first + 50), Report())
+    assert report.moved > 20
+    assert report.fired.total() > 30
+
+
 def test_some_requests_lose_their_router():
     scenarios = (make_scenario(seed, with_faults=True) for seed in range(2000))
     losing = (one for one in scenarios if any(fault.kind == "lose_router" for fault in one.faults))
     assert any(run_scenario(scenario).orphaned for scenario in losing)
 
 
+@pytest.mark.parametrize("with_moves", [False, True])
 @pytest.mark.parametrize("with_faults", [False, True])
-def test_a_seed_replays_exactly(with_faults: bool):
-    run = partial(run_seed, with_faults=with_faults)
+def test_a_seed_replays_exactly(with_faults: bool, with_moves: bool):
+    run = partial(run_seed, with_faults=with_faults, with_moves=with_moves)
     for seed in (3, 17, 108):
         assert trace_of(run, seed) == trace_of(run, seed)
 
