@@ -36,6 +36,7 @@ from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.peers.command import write_model
 from twostroke.benchmarks.peers.compare_servers import SETTLE_S, Figures, fault_of, figures_of
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
 from twostroke.loadtests import LoadTestError
@@ -91,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"{name} answers after {server.started_in_s:.1f} s")
                 urls[name] = server.url
             turns = measure(urls, arguments)
+            taken = {name: _taken(url) for name, url in urls.items()}
     finally:
         end_descendants(END_S)
     figures = summarise(turns, arguments.servers)
-    conclude({"layout": arguments.layout, "ttft_bound_s": arguments.ttft_s, "itl_bound_s": arguments.itl_s, **figures})
+    conclude({"layout": arguments.layout, "ttft_bound_s": arguments.ttft_s, "itl_bound_s": arguments.itl_s, **figures, "taken": taken})
     return 1 if figures["errors"] or not turns else 0
 
 
@@ -169,6 +171,12 @@ def plan_of(load: str, url: str, turn: int, capacity: float | None, arguments: a
     users = 8 if load == "c8" else 32
     workload = MIXED if load == "mixed" else EQUAL
     return _plan(url, Closed(users, requests=per_user * users), workload, seed=turn)
+
+
+def _taken(url: str) -> dict[str, Any]:
+    """Return a server's paths, and its moves by reason, since its start."""
+    status = fetch_status(url)
+    return {name: status[name] for name in ("paths", "moves")}
 
 
 def _plan(url: str, arrivals: Arrivals, workload: Fixed | Uniform, *, seed: int, seconds: float = ENDLESS_S) -> Plan:
