@@ -96,7 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         end_descendants(END_S)
     figures = summarise(turns, arguments.servers)
-    conclude({"layout": arguments.layout, "ttft_bound_s": arguments.ttft_s, "itl_bound_s": arguments.itl_s, **figures, "taken": taken})
+    conclude(
+        {
+            "layout": arguments.layout,
+            "ttft_bound_s": arguments.ttft_s,
+            "itl_bound_s": arguments.itl_s,
+            **figures,
+            "taken": taken,
+        }
+    )
     return 1 if figures["errors"] or not turns else 0
 
 
