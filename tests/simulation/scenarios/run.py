@@ -261,8 +261,8 @@ class _Simulation:
         for router in self._routers:
             self._errors += router.violations
             self._report.reasons += router.reasons
-            self._report.moved += router.pipeline.moves.num_moved
-            self._report.not_moved += router.pipeline.moves.num_failed
+            self._report.moved += router.pipeline.moves.num_moved.total()
+            self._report.not_moved += router.pipeline.moves.num_failed.total()
         errors = [*self._errors, *self._injector.violations]
         assert not errors, "; ".join(errors)
         self._report.virtual_s = self._clock()
