@@ -36,6 +36,7 @@ from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.peers.command import write_model
 from twostroke.benchmarks.peers.compare_servers import SETTLE_S, Figures, fault_of, figures_of
+from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
 from twostroke.loadtests import LoadTestError
@@ -91,10 +92,19 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"{name} answers after {server.started_in_s:.1f} s")
                 urls[name] = server.url
             turns = measure(urls, arguments)
+            taken = {name: _taken(url) for name, url in urls.items()}
     finally:
         end_descendants(END_S)
     figures = summarise(turns, arguments.servers)
-    conclude({"layout": arguments.layout, "ttft_bound_s": arguments.ttft_s, "itl_bound_s": arguments.itl_s, **figures})
+    conclude(
+        {
+            "layout": arguments.layout,
+            "ttft_bound_s": arguments.ttft_s,
+            "itl_bound_s": arguments.itl_s,
+            **figures,
+            "taken": taken,
+        }
+    )
     return 1 if figures["errors"] or not turns else 0
 
 
@@ -171,6 +181,12 @@ def plan_of(load: str, url: str, turn: int, capacity: float | None, arguments: a
     return _plan(url, Closed(users, requests=per_user * users), workload, seed=turn)
 
 
+def _taken(url: str) -> dict[str, Any]:
+    """Return a server's paths, and its moves by reason, since its start."""
+    status = fetch_status(url)
+    return {name: status[name] for name in ("paths", "moves")}
+
+
 def _plan(url: str, arrivals: Arrivals, workload: Fixed | Uniform, *, seed: int, seconds: float = ENDLESS_S) -> Plan:
     return msgspec.structs.replace(plan_at(url, arrivals, EQUAL, seconds, seed=seed), workload=workload)
 
@@ -184,11 +200,12 @@ def _one(plan: Plan, arguments: argparse.Namespace) -> Figures | None:
         return None
     for fault in set(filter(None, map(fault_of, records))):
         say(f"a request failed: {fault}")
-    return judged(records, arguments.ttft_s, arguments.itl_s, plan.seconds)
+    seconds = None if isinstance(plan.arrivals, Closed) else plan.seconds
+    return judged(records, arguments.ttft_s, arguments.itl_s, seconds)
 
 
-def judged(records: Iterable[Record], ttft_s: float, itl_s: float, seconds: float) -> Figures:
-    """Return the figures of one load on one server; those of an open load are of `seconds`."""
+def judged(records: Iterable[Record], ttft_s: float, itl_s: float, seconds: float | None) -> Figures:
+    """Return the figures of one load on one server. Only an open load, of so many `seconds`, has a goodput."""
     records = list(records)
     figures = figures_of(records)
     answers = [one for one in records if fault_of(one) is None]
@@ -197,7 +214,7 @@ def judged(records: Iterable[Record], ttft_s: float, itl_s: float, seconds: floa
     return figures | {
         "requests_s": len(answers) / lasted_s if lasted_s else None,
         "attained": met / len(records) if records else None,
-        "goodput_s": met / seconds,
+        "goodput_s": met / seconds if seconds else None,
     }
 
 

@@ -94,15 +94,20 @@ def cheapest_path(
 
     Prefill workers that are `left_out` are never taken, decode workers only for want of others, draining ones never.
     Where not `decodes_alone`, a decode worker computes a prompt only where there is no pair; where `prefill_decodes`, a
-    prefill worker may write the answer. Of equals, each `rotation` takes another. Raises NoPath where no decode worker
-    is left.
+    prefill worker may write the answer, and does where no decode worker is sound. Of equals, each `rotation` takes
+    another. Raises NoPath where nobody is left to write it.
     """
     source = None
     if query.min_pull_tokens is not None:
         source = best_source([*prefill, *decode], query.min_pull_tokens, left_out)
     prefill_costs = [
-        prefill_cost(worker, query, source) for worker in able_to_prefill(prefill, query.num_tokens, left_out)
+        prefill_cost(worker, query, source) for worker in able_workers(prefill, query.num_tokens, left_out)
     ]
+    guests = []
+    if prefill_decodes:
+        guests = [_as_guest(one, decode, query) for one in prefill_costs if _holds_answer(one.worker, query)]
+        if guests and not able_workers(decode, query.num_tokens, left_out):
+            return _path(_pick_guest(guests, rotation), source)
     decode_costs = [decode_cost(worker, query) for worker in able_to_decode(decode, query.num_tokens, left_out)]
     best = _best_pair(query, prefill_costs, decode_costs, rotation)
     if best is None or decodes_alone:
@@ -116,28 +121,32 @@ def cheapest_path(
         )
         if best is None or quickest.total_s < best.total_s:
             best = quickest
-    if prefill_decodes:
-        guests = [_as_guest(one, decode, query) for one in prefill_costs if _has_room_for_guest(one.worker, query)]
-        if guests:
-            quickest = _pick(guests, lambda one: one.total_s, lambda one: (one.decode.worker.requests,), rotation)
-            if quickest.total_s < best.total_s:
-                best = quickest
+    if guests := [one for one in guests if _keeps_promise(one.decode.worker, query)]:
+        quickest = _pick_guest(guests, rotation)
+        if quickest.total_s < best.total_s:
+            best = quickest
     return _path(best, source)
 
 
-def _has_room_for_guest(worker: KnownWorker, query: PathQuery) -> bool:
-    """Return True where a worker can write the answer, however long it becomes.
+def _pick_guest(guests: Sequence[_PathCost], rotation: int) -> _PathCost:
+    return _pick(guests, lambda one: one.total_s, lambda one: (one.decode.worker.requests,), rotation)
 
-    On a prefill worker, where times between tokens are promised, only an idle one can: its streams wait for whole steps
-    of prompts.
-    """
+
+def _holds_answer(worker: KnownWorker, query: PathQuery) -> bool:
+    """Return True where a worker's cache holds the prompt and the answer, however long it becomes."""
     info = worker.info
     tokens = info.num_blocks * info.layout.groups.tokens_a_block(info.layout.block_size, query.most_tokens)
-    if info.max_context < query.most_tokens or tokens < query.most_tokens:
-        return False
-    if worker.role == "decode":
+    return info.max_context >= query.most_tokens and tokens >= query.most_tokens
+
+
+def _keeps_promise(worker: KnownWorker, query: PathQuery) -> bool:
+    """Return False for a prefill worker that is not idle where times between tokens are promised.
+
+    Its streams wait for whole steps of prompts.
+    """
+    if worker.role == "decode" or query.promise.tpot_s is None:
         return True
-    return query.promise.tpot_s is None or (worker.requests == 0 and worker.prompt_share < LEAST_PROMPT_SHARE)
+    return worker.requests == 0 and worker.prompt_share < LEAST_PROMPT_SHARE
 
 
 def _as_guest(prefill: PrefillCost, decode: Sequence[KnownWorker], query: PathQuery) -> _PathCost:
@@ -182,7 +191,7 @@ def cheapest_prefill(
     Without a prefill worker it is the decode worker. Of equals, and of workers that have not reported their costs, it
     is the one with the least work. Raises NoPath.
     """
-    able = able_to_prefill(prefill, query.num_tokens, left_out) or able_to_decode(decode, query.num_tokens, left_out)
+    able = able_workers(prefill, query.num_tokens, left_out) or able_to_decode(decode, query.num_tokens, left_out)
     choices = [prefill_cost(worker, query, None) for worker in able]
     best = _pick(
         choices,
@@ -207,7 +216,8 @@ def cheapest_target(workers: Iterable[KnownWorker], query: PathQuery, source: Wo
         if one.tier == AVAILABLE
         and one.info.transfer_addresses
         and one.free_tokens > query.num_tokens
-        and _has_room_for_guest(one, query)
+        and _holds_answer(one, query)
+        and _keeps_promise(one, query)
         and incompatibility(source.layout, one.info.layout) is None
     ]
     costs = [one for one in costs if one.slot_s == 0]
@@ -313,20 +323,26 @@ def path_by_load(
     num_tokens: int,
     *,
     left_out: LeftOut = NOBODY,
+    prefill_decodes: bool = False,
     rotation: int | None = None,
 ) -> Path:
     """The path for a request whose prompt has `num_tokens` tokens. `left_out` is as `cheapest_path` has it.
 
     Decode: one whose free blocks hold the prompt before one whose don't, then the fewest requests, then the most free
     blocks. Prefill: the fewest queued tokens among those whose KV the decode worker can take. The worker id breaks
-    ties. With a `rotation`, whatever the load: of each role the worker whose turn it is, by worker ids. Raises NoPath.
+    ties. With a `rotation`, whatever the load: of each role the worker whose turn it is, by worker ids. Where
+    `prefill_decodes` and no decode worker is sound, a prefill worker writes the answer. Raises NoPath.
     """
+    senders = able_workers(prefill, num_tokens, left_out)
+    if prefill_decodes and senders and not able_workers(decode, num_tokens, left_out):
+        alone = min(senders, key=lambda one: (one.requests, _name(one)))
+        return Path(None, alone.info, is_at_prefill=True)
     able = sorted(able_to_decode(decode, num_tokens, left_out), key=_name)
     if rotation is None:
         taker = min(able, key=lambda one: (one.free_tokens < num_tokens, one.requests, -one.free_tokens))
     else:
         taker = able[rotation % len(able)]
-    senders = [one for one in able_to_prefill(prefill, num_tokens, left_out) if one.kind in taker.takes]
+    senders = [one for one in senders if one.kind in taker.takes]
     if not senders:
         return Path(None, taker.info)
     senders.sort(key=_name)
@@ -362,9 +378,9 @@ def leave_out(failed: Collection[Peer], ejected: Collection[Peer]) -> LeftOut:
     return dict.fromkeys(ejected, EJECTED) | dict.fromkeys(failed, UNWELCOME)
 
 
-def able_to_prefill(prefill: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:
+def able_workers(workers: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:
     """Return the workers that are well, and have room for the prompt."""
-    return [one for one in prefill if one.info.max_context >= num_tokens and _tier(one, left_out) == AVAILABLE]
+    return [one for one in workers if one.info.max_context >= num_tokens and _tier(one, left_out) == AVAILABLE]
 
 
 def able_to_decode(decode: Iterable[KnownWorker], num_tokens: int, left_out: LeftOut) -> list[KnownWorker]:

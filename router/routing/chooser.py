@@ -117,7 +117,14 @@ class PathChooser:
             return cheapest_prefill(prefill, decode, query, left_out=left_out, rotation=self._rotation)
         if self._cached is None or not self._view.knows_costs:
             rotation = self._rotation if self._config.policy == "round_robin" else None
-            path = path_by_load(prefill, decode, query.num_tokens, left_out=left_out, rotation=rotation)
+            path = path_by_load(
+                prefill,
+                decode,
+                query.num_tokens,
+                left_out=left_out,
+                prefill_decodes=self._config.roles == "flexible",
+                rotation=rotation,
+            )
             if self._cached is None or query.min_pull_tokens is None:
                 return path
             return with_source(path, self._view.workers, query.num_tokens, query.min_pull_tokens, left_out)

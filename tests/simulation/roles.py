@@ -25,8 +25,6 @@ from twostroke.simulator.deployment import TracedRequest, Users, serve
 from twostroke.worker.profile import WorkerProfile
 
 WARM = 36
-LEARNING = 1 / 3
-"""Part of a run, at its beginning, that is not judged: routers learn over 10 s how busy prompts keep a worker."""
 FLEETS = ((1, 1), (1, 2), (2, 1))
 MODES: tuple[Mode, ...] = ("aggregated", "fixed", "hybrid")
 SHARED = {"own GPUs": None, "one GPU, time-sliced": 2.0, "one GPU, overlapping": 1.5}
@@ -96,16 +94,16 @@ def figures_of(gpus: str, fleet: tuple[int, int], mode: Mode, users: int, second
             decode_cache_tokens=profile.kv_tokens,
             warm=WARM,
         )
-    served = [one for one in run.served if one.token_s and one.at_s > LEARNING * seconds]
+    served = [one for one in run.served if one.token_s]
     gaps = [after - before for one in served for before, after in zip(one.token_s, one.token_s[1:], strict=False)]
-    tokens = sum(LEARNING * seconds < moment < seconds for one in run.served for moment in one.token_s)
+    tokens = sum(moment < seconds for one in run.served for moment in one.token_s)
     ttft = [one.ttft_s for one in served]
     return Figures(
         gpus,
         f"{fleet[0]}+{fleet[1]}",
         mode,
         users,
-        tokens / ((1 - LEARNING) * seconds),
+        tokens / seconds,
         percentile(ttft, 50),
         percentile(ttft, 90),
         percentile(gaps, 99),

@@ -18,6 +18,7 @@ from twostroke.router.routing.cheapest_path import (
     transfer_s,
     with_source,
 )
+from twostroke.router.routing.workers import DRAINING
 
 
 class Fleet(Workers):
@@ -477,3 +478,24 @@ def test_an_answer_that_may_not_fit_into_the_prefill_workers_cache_is_not_writte
     query = PathQuery(400, 10.0, Promise(), fleet.classes, 64, most_tokens=1700)
     path = cheapest_path(fleet.of("prefill", {}), fleet.of("decode", {}), query, prefill_decodes=True)
     assert path.decode.peer.worker_id == "d0", "100 blocks hold 1,600 tokens"
+
+
+def test_a_prefill_worker_writes_where_no_decode_worker_is_sound():
+    promise = Promise(tpot_s=0.05)
+    lost = Fleet([load(running=1)], [IDLE])
+    assert guest(lost, failed=peers("d0"), promise=promise) == (None, "p0")
+    assert lost.names(failed=peers("d0"))[:2] == ("p0", "d0"), "fixed roles wait for the worker to come back"
+    cold = Fleet([IDLE], [IDLE], costs=None)
+    cold["d0"].tier = DRAINING
+    prefill, decode = cold.of("prefill", {}), cold.of("decode", {})
+    path = path_by_load(prefill, decode, 400, prefill_decodes=True)
+    assert (path.kind, path.decode.peer.worker_id) == ("prefill", "p0")
+    with pytest.raises(NoPath):
+        path_by_load(prefill, decode, 400)
+
+
+def test_a_path_is_named_by_who_computes_the_prompt_and_who_writes():
+    fleet = Fleet([IDLE], [load(running=32)])
+    assert fleet.path(prefill_decodes=True).kind == "prefill"
+    assert fleet.path(decodes_alone=False).kind == "prefill_decode"
+    assert Fleet([], [IDLE]).path().kind == "decode"

@@ -152,7 +152,7 @@ async def test_a_worker_whose_channel_drops_is_left_until_it_is_back():
 
 
 async def test_ejected_workers_are_taken_for_want_of_others():
-    rig = Rig()
+    rig = Rig(roles="fixed")
     ejected = {rig.infos["d0"].peer, rig.infos["p0"].peer}
     assert {rig.choose(ejected=ejected) for _ in range(4)} == {("p1", "d1", None)}
     del rig.infos["d1"]
