@@ -76,7 +76,12 @@ async def under_way(served: Served, num_tokens: int = 10) -> AsyncIterator[Under
 
     def sources() -> list[Peer]:
         at_length = max(map(len, PROMPTS)) + num_tokens
-        return [peer for peer, streams in running.items() for one in streams if len(one.request.token_ids) + len(one.sent) > at_length]
+        return [
+            peer
+            for peer, streams in running.items()
+            for one in streams
+            if len(one.request.token_ids) + len(one.sent) > at_length
+        ]
 
     try:
         await until(lambda: bool(sources()) or task.done())
