@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,42 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+@dataclass
+class UnderWay:
+    """Answers that are being written, and a decode worker that writes one of them."""
+
+    answers: "asyncio.Task[list[list[int]]]"
+    stages: list[SequenceStages]
+    source: Worker
+
+
 @asynccontextmanager
-async def under_way(
-    served: Served, num_tokens: int = 10
-) -> AsyncIterator[tuple["asyncio.Task[list[list[int]]]", list[SequenceStages]]]:
-    """Answers that all have so many tokens, some of them at the first decode worker."""
+async def under_way(served: Served, num_tokens: int = 10) -> AsyncIterator[UnderWay]:
+    """Have all prompts answered. The longest, which nobody else has, is the source's: its answer has so many tokens."""
     stages = stages_of_all()
     task = asyncio.create_task(answers(served, stages))
+    running = served.pipeline.moves._streams
+
+    def sources() -> list[Peer]:
+        at_length = max(map(len, PROMPTS)) + num_tokens
+        return [
+            peer
+            for peer, streams in running.items()
+            for one in streams
+            if len(one.request.token_ids) + len(one.sent) > at_length
+        ]
+
     try:
-        await until(lambda: all(one.num_output_tokens > num_tokens for one in stages))
-        assert served.fleet.stats("decode").num_decoding, "streams are spread over all"
-        yield task, stages
+        await until(lambda: bool(sources()) or task.done())
+        yield UnderWay(task, stages, served.fleet.by_peer[sources()[0]])
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+def pulled_tokens(served: Served) -> int:
+    """Return the tokens that all workers have pulled."""
+    return sum(worker.stats().pulled_tokens for worker in served.fleet.by_peer.values())
 
 
 def num_moved(stages: list[SequenceStages]) -> int:
@@ -89,13 +111,12 @@ def expected(folder: Path) -> list[list[int]]:
 async def test_streams_leave_a_worker_that_drains_and_lose_nothing(
     transport: str, folder: Path, expected: list[list[int]]
 ) -> None:
-    async with serve(folder, replace(SHAPE, transport=transport)) as served, under_way(served) as (task, stages):
-        first = served.fleet.worker("decode")
-        first.leave()
-        assert await task == expected
-        assert first.stats().num_decoding == 0
-        assert num_moved(stages) > 0
-        assert served.fleet.stats("decode", 1).pulled_tokens > 0
+    async with serve(folder, replace(SHAPE, transport=transport)) as served, under_way(served) as run:
+        run.source.leave()
+        assert await run.answers == expected
+        assert run.source.stats().num_decoding == 0
+        assert num_moved(run.stages) > 0
+        assert pulled_tokens(served) > 0
         await served.idle()
 
 
@@ -154,23 +175,22 @@ async def test_streams_that_move_lose_nothing_where(
     fault: str, part: int, transport: str, folder: Path, expected: list[list[int]]
 ) -> None:
     shape = replace(SHAPE, transport=transport, num_decode=3, pull_wait_s=1.0)
-    async with serve(folder, shape) as served, under_way(served) as (task, stages):
-        source = served.fleet.worker("decode")
+    async with serve(folder, shape) as served, under_way(served) as run:
 
         async def strike(target: Peer) -> None:
             match fault:
                 case "target dies":
                     await die(served, served.fleet.by_peer[target])
                 case "source dies":
-                    await die(served, source)
+                    await die(served, run.source)
                 case _:
-                    await source._deps.sender.close()
+                    await run.source._deps.sender.close()
 
         struck = Struck(served, part, strike)
-        source.leave()
-        assert await task == expected
+        run.source.leave()
+        assert await run.answers == expected
         assert struck.num_strikes == 1
-        assert num_moved(stages) > 0 or fault == "source dies"
+        assert num_moved(run.stages) > 0 or "dies" in fault
         await served.idle()
         assert served.pipeline.in_flight == 0
 
@@ -199,12 +219,11 @@ async def test_streams_move_with_every_kind_of_kv(kind: str, folder: Path, write
     async with serve(folder, alone) as served:
         expected = await answers(served)
     # A prefill worker has read the prompts, and lacks the answers alone: so many tokens are worth a pull.
-    async with serve(folder, shape) as served, under_way(served, num_tokens=150) as (task, stages):
-        served.fleet.worker("decode").leave()
-        assert await task == expected
-        assert num_moved(stages) > 0
-        role = "decode" if shape.num_decode > 1 else "prefill"
-        assert served.fleet.stats(role, -1).pulled_tokens > 0 or kind == "windows in all layers"
+    async with serve(folder, shape) as served, under_way(served, num_tokens=150) as run:
+        run.source.leave()
+        assert await run.answers == expected
+        assert num_moved(run.stages) > 0
+        assert pulled_tokens(served) > 0 or kind == "windows in all layers"
         await served.idle()
 
 
