@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tests.simulation.blind_router import BlindRouter
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
-from twostroke.protocol.stats import Role
+from twostroke.protocol.stats import STEP_ROLES, Role
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric, Trace
 from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.sim_fleet import SimFleet, SimProcess
@@ -77,7 +77,7 @@ class Injector:
         if decode is None:
             return 0
         match fault.kind:
-            case "kill_decode" | "stop_decode" | "silence_decode" | "drain_decode":
+            case "kill_decode" | "stop_decode" | "silence_decode" | "drain_decode" | "role_decode":
                 return await self._strike_worker(fault.kind.removesuffix("_decode"), decode, which)
             case "cut_channel":
                 return self.fabric.cut(decode.host, self._router_host(which))
@@ -99,6 +99,10 @@ class Injector:
                 return await self.fleet.replace(victim)
             case "drain":
                 return await self.fleet.replace(victim, drain_s=_draw(which, (0.01, 0.1, 5.0)))
+            case "role":
+                role = STEP_ROLES[which % len(STEP_ROLES)]
+                self.trace(f"{victim.host} becomes a {role} worker")
+                victim.worker.change_role(role)
             case "stop":
                 self.trace(f"{victim.host} is stopped")
                 virtual_loop().stop_process(victim.host)

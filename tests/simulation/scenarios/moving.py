@@ -1,4 +1,4 @@
-"""Meaning of a seed whose streams move: long answers, workers that drain, crowded ones, and prompts that come late.
+"""Meaning of a seed whose streams move: long answers, workers that drain or change roles, crowded ones, late prompts.
 
 Pure; the same seed gives the same scenario. Faults are those of scenario.py, spread over the time of the answers.
 """
@@ -83,7 +83,17 @@ def make_moving(seed: int, *, with_faults: bool = False) -> Scenario:
         blind_pulls=0.0 if is_poisonous else draw.choice((0.0, 0.0, 0.5)),
         step_s=draw.choice((0.02, 0.05)),
     )
+    if scenario.pipeline.roles == "flexible":
+        changes = _role_changes(random.Random(f"roles of {seed}/{with_faults}"), num_prefill)
+        scenario = replace(scenario, faults=tuple(sorted((*faults, *changes), key=lambda fault: fault.at_s)))
     return with_room_for_windows(scenario, largest) if any(base.windows) else scenario
+
+
+def _role_changes(draw: random.Random, num_prefill: int) -> tuple[Fault, ...]:
+    """Workers that take other roles while answers are written, and perhaps their own again."""
+    kinds = ("role_decode", "role_prefill") if num_prefill else ("role_decode",)
+    times = sorted(3.0 * draw.random() for _ in range(draw.choice((0, 0, 1, 3))))
+    return tuple(Fault(at_s, draw.choice(kinds), which=draw.randrange(1000)) for at_s in times)
 
 
 def _arrivals(draw: random.Random, base: Scenario) -> tuple[Arrival, ...]:
