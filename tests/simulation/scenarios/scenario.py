@@ -313,6 +313,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S),
         ),
         pipeline=PipelineConfig(
+            roles="fixed" if seed % 4 == 1 else "flexible",
             pulls=draw.random() < 0.8,
             pull_min_tokens=draw.choice((1, 32)),
             # Else what comes again goes where its KV is, and has nothing to pull.
