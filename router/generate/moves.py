@@ -21,16 +21,17 @@ To the records of workers and of poisonous requests (router/health) the first pa
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, loggable
+from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost, loggable
 from twostroke.protocol.messages import SendPrefix
-from twostroke.protocol.requests import GenerateRequest, Peer, SamplingParams, about, mint_ticket
+from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, SamplingParams, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.attempt_events import (
     AttemptContext,
@@ -245,6 +246,18 @@ class StreamMoves:
             )
             order = SendPrefix(pull, request.token_ids, request.cache_salt, request.log_context)
             self.channels.send(stream.worker.peer, order)
-        reply = await self.fleet.prefill(target.peer, request, None, pull)
+        reply = await self._reply_of(target.peer, self.fleet.prefill(target.peer, request, None, pull))
         if reply.event.error is not None:
             raise WorkerFailed(reply.event.error)
+
+    async def _reply_of(self, target: Peer, call: Coroutine[Any, Any, PrefillReply]) -> PrefillReply:
+        """Wait for the target's reply. Raises WorkerLost once nobody hears of it: it may have been stopped."""
+        replying = asyncio.create_task(call, name="first part of a move")
+        try:
+            while not (await asyncio.wait([replying], timeout=LOOK_S))[0]:
+                if self.channels.is_down(target):
+                    raise WorkerLost(f"worker {target.worker_id} can't be reached")
+            return replying.result()
+        finally:
+            replying.cancel()
+            await asyncio.wait([replying])

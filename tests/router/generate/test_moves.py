@@ -185,6 +185,18 @@ async def test_the_stream_stays_where_the_target_dies_in_the_first_part(scene_of
         assert scene.stages.attempts == 1
 
 
+async def test_the_stream_stays_where_nobody_reaches_the_target_any_more(scene_of, monkeypatch):
+    monkeypatch.setattr(moves, "MOVE_LIMIT_S", 60.0)
+    async with scene_of() as scene:
+        await scene.first_part_begins()
+        await scene.target.close()  # its call goes on, as that of a stopped process does
+        await scene.until(lambda: scene.moves.num_failed.total() == 1)
+        go_on(scene.source)
+        await scene.ends_right()
+        assert scene.stages.attempts == 1
+        assert not scene.target.owned, "its call is cancelled"
+
+
 async def test_another_worker_goes_on_where_the_target_dies_as_the_stream_comes(scene_of):
     async with scene_of(num_decode=3) as scene:
         decode, victims = scene.rig.fleet.decode, []
