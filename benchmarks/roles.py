@@ -238,7 +238,10 @@ def summarise(turns: Sequence[Turn], servers: Sequence[str]) -> dict[str, Any]:
     found["ttft_p50_over_aggregated_mixed"] = over(FLEXIBLE, AGGREGATED, "mixed", "ttft_p50_s")
     found["goodput_over_best_fixed"] = ratio(turns, "open", "goodput_s", FLEXIBLE, (AGGREGATED, SPLIT))
     found["turns"] = len(turns)
-    found["errors"] = int(sum(one.get("errors") or 0 for turn in turns for by in turn.values() for one in by.values()))
+    lost = sum(len(servers) - len(by) for turn in turns for by in turn.values() if by)  # whole loads
+    found["errors"] = lost + int(
+        sum(one.get("errors") or 0 for turn in turns for by in turn.values() for one in by.values())
+    )
     found["load_average"] = os.getloadavg()[0]
     found["medians"] = {
         load: {name: _medians([turn[load][name] for turn in turns if name in turn.get(load, {})]) for name in servers}

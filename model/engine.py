@@ -85,8 +85,6 @@ class ThreadEngine:
             ended: Future[list[SampledToken | None]] = Future()
             announcer = None if on_layer is None else announce
             self._num_given += 1
-            if self._lending is not None:
-                self._lending.begin()
             begun = self._executor.submit(self._step, ended, batch, announcer, copies)
             begun.add_done_callback(lambda begun: ended.cancel() if begun.cancelled() else None)  # by `close`
             return await asyncio.wrap_future(ended)

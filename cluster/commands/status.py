@@ -209,7 +209,9 @@ def worker_rows(columns: Sequence[Column], before: Numbers | None, after: Number
         else:
             row = WorkerRow(worker, stats, earlier.get(worker["epoch"]), seconds)
             cells = [tell(row) for _, tell in columns]
-        rows.append([worker["worker_id"], worker["role"], *cells])
+        home = worker.get("home_role", worker["role"])
+        role = worker["role"] if home == worker["role"] else f"{worker['role']} (home: {home})"
+        rows.append([worker["worker_id"], role, *cells])
     return rows
 
 

@@ -18,7 +18,7 @@ LOOK_S = 0.25
 
 Rows = Sequence[Mapping[str, Any]]
 """Workers as /status lists them."""
-WORKER_HELP = "its id as `twostroke status` shows it, or the id's beginning"
+WORKER_HELP = "its id as `twostroke status` shows it, the id's beginning, or a host's address: all workers there"
 
 
 def add_role_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,15 +43,20 @@ def drain_workers(url: str, name: str, *, grace_s: float, is_resumed: bool) -> i
     Returns 0 once nothing is under way there, 1 where something still is after `grace_s`. Raises ConfigError.
     """
     workers = [one["worker_id"] for one in chosen(fetch_status(url)["workers"], name)]
-    for worker in workers:
-        order(url, worker, {"draining": not is_resumed})
+    for number, worker in enumerate(workers):
+        try:
+            order(url, worker, {"draining": not is_resumed})
+        except ConfigError:
+            for drained in [] if is_resumed else workers[:number]:  # all of them, or none
+                order(url, drained, {"draining": False})
+            raise
         print(f"{worker} {'takes requests again' if is_resumed else 'takes no new requests'}", flush=True)
     if is_resumed:
         return 0
     began = time.monotonic()
     left = wait_until_empty(lambda: fetch_status(url)["workers"], workers, grace_s)
     if left:
-        print(f"after {grace_s:g} s {left} requests are still there: no other worker has room for them")
+        print(f"after {grace_s:g} s {left} requests are still there: no other worker takes them")
         return 1
     print(f"drained in {time.monotonic() - began:.1f} s; `twostroke drain {name} --resume` takes it back")
     return 0

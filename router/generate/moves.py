@@ -87,7 +87,13 @@ class RunningStream:
     end: Callable[[TwostrokeError], None]  # has its attempt fail
     began: float
     num_moves: int
+    num_before: int  # output tokens of earlier attempts: with no others this worker may hold no KV
     move: "asyncio.Task[None] | None" = field(default=None)
+
+    @property
+    def is_moving(self) -> bool:
+        """Return True while a move, or the rest after one that failed, is under way."""
+        return self.move is not None and not self.move.done()
 
     @property
     def order(self) -> tuple[int, float]:
@@ -131,7 +137,7 @@ class StreamMoves:
             if not self._streams:
                 self._looking.cancel()
                 self._looking = None
-            if stream.move is not None:
+            if stream.is_moving and stream.move is not None:
                 stream.move.cancel()
                 await asyncio.wait([stream.move])
 
@@ -139,16 +145,19 @@ class StreamMoves:
         """Look for streams that had better go on elsewhere."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for peer in list(self._streams):
-                self._look_at(peer)
+            try:
+                self.chooser.look()
+                for peer in list(self._streams):
+                    self._look_at(peer)
+            except Exception:
+                _log.exception("no stream can be moved; the next look may find how")
 
     def _look_at(self, peer: Peer) -> None:
-        worker = self.chooser.find(peer)
-        reason = self._reason(worker)
+        reason = self._reason(self.chooser.find(peer))
         if reason is None:
             return
         now, streams = self.clock(), self._streams[peer]
-        under_way = sum(stream.move is not None for stream in streams)
+        under_way = sum(stream.is_moving for stream in streams)
         for stream in sorted(streams, key=lambda one: one.order):
             if under_way >= AT_ONCE[reason]:
                 return
@@ -162,13 +171,13 @@ class StreamMoves:
             return "drain"
         if worker.role == "prefill" and (worker.queued_tokens() > 0 or worker.prompt_share > BUSY_SHARE):
             return "prompts"
-        step_s = max(worker.next_step_s, 1e-4)
-        if worker.decoding > 1 and worker.free_tokens * step_s < CROWDED_S * worker.decoding:
-            return "crowded"
+        if worker.decoding > 1 and worker.next_step_s > 0:  # else nobody knows what steps cost
+            full_in_s = worker.free_tokens * worker.next_step_s / worker.decoding
+            return "crowded" if full_in_s < CROWDED_S else None
         return None
 
     def _may_move(self, stream: RunningStream, reason: MoveReason, now: float) -> bool:
-        if stream.move is not None or not stream.sent:
+        if stream.is_moving or len(stream.sent) <= stream.num_before:
             return False
         if reason == "drain":
             return True
@@ -184,8 +193,7 @@ class StreamMoves:
                 stream.request, stream.sent, stream.worker, to_prefill=to_prefill, ejected=ejected
             )
         except NoPath:
-            stream.move = None  # there may be room at the next look
-            return
+            return  # there may be room at the next look
         error = await self._try_first_part(stream, path)
         if error is None:
             self.num_moved[reason] += 1
@@ -195,7 +203,6 @@ class StreamMoves:
             self.num_failed[reason] += 1
             _log.info("a stream could not be moved: %s", loggable(error), extra=extra)
             await asyncio.sleep(REST_S)
-            stream.move = None
 
     async def _try_first_part(self, stream: RunningStream, path: Path) -> TwostrokeError | None:
         """Have the target compute the sequence so far. Return what went wrong; None where nothing did."""

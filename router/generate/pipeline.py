@@ -250,7 +250,14 @@ class Pipeline:
         request = msgspec.structs.replace(context.request, log_context=stages.log_context)
         worker = context.path.decode
         stream = RunningStream(
-            request, context.sent, context.suspect, worker, attempt.end, self._clock(), num_moves=num_moves
+            request,
+            context.sent,
+            context.suspect,
+            worker,
+            attempt.end,
+            self._clock(),
+            num_moves=num_moves,
+            num_before=len(context.sent),
         )
         return self.moves.running(stream)
 
@@ -286,7 +293,7 @@ class Pipeline:
         stages: SequenceStages,
     ) -> tuple[Path, Hold]:
         now = self._clock()
-        deadline = now + (self._config.retry_wait_s if failed else 0.0)
+        deadline = now + (self._config.retry_wait_s if failed or sent else 0.0)
         while True:
             began = self._clock()
             try:

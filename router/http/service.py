@@ -15,6 +15,7 @@ import msgspec
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ChangeRole
+from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, role_of
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+ROLE_TOLD_S = 2.0
+"""Seconds in which a worker that was told its role is not told again."""
 _IN_FEED = (
     "owned_blocks",
     "num_running",
@@ -130,7 +133,9 @@ class RouterService:
         self._began_s = self.clock()
         self._unknown_fields = UnknownFields(strict=self.config.strict)
         self._following: asyncio.Task[None] | None = None
-        self._roles_decided_at: float | None = None  # the decision by which roles were changed last
+        self._told_roles: dict[Peer, float] = {}  # when workers were told their roles last
+        self.one_order = asyncio.Lock()
+        """Held while a worker is given an operator's order: two at once could leave nobody who writes answers."""
 
     async def start(self) -> None:
         """Connect to the workers, and keep following the fleet."""
@@ -182,8 +187,9 @@ class RouterService:
             )
 
     def max_context(self) -> int:
-        """Tokens that a request may have, output included. Raises NoPath where no decode worker is known."""
-        contexts = [info.max_context for info in self.fleet.workers() if info.role == "decode"]
+        """Tokens that a request may have, output included. Raises NoPath where nobody is known who writes answers."""
+        is_flexible = self.pipeline.is_flexible
+        contexts = [info.max_context for info in self.fleet.workers() if is_flexible or info.role == "decode"]
         if not contexts:
             raise NoPath("no decode worker is available; try again shortly")
         return max(contexts)
@@ -194,11 +200,13 @@ class RouterService:
         return min((size for size in numbers if size is not None), default=self.tokenizer.vocab_size)
 
     def missing(self) -> list[str]:
-        """Return what a whole path lacks, in words; empty when ready."""
+        """Return what a whole path lacks, in words; empty when ready. A flexible worker is a whole path by itself."""
         if self.gate.is_draining:
             return ["the server is about to end"]
         workers = self.fleet.workers()
         reachable = {info.role for info in workers if self.channels.is_connected(info.peer)}
+        if reachable and self.pipeline.is_flexible:
+            return []
         wanted: Sequence[Role] = ("prefill", "decode") if self.config.expects_prefill else ("decode",)
         others = {role: len(names) for role, names in self.other_versions().items() if names}
         return [
@@ -227,7 +235,8 @@ class RouterService:
             "other_versions": {role: sorted(names) for role, names in self.other_versions().items() if names},
             "workers": [
                 {
-                    "role": info.role,
+                    "role": role_of(info, self.channels.stats(info.peer)),
+                    "home_role": info.role,
                     "worker_id": info.peer.worker_id,
                     "epoch": f"{info.peer.epoch:016x}",
                     "node": info.token_address.host,
@@ -255,7 +264,7 @@ class RouterService:
             stats = self.channels.stats(info.peer)
             numbers = {} if stats is None else {name: getattr(stats, name) for name in _IN_FEED}
             row = {
-                "role": info.role,
+                "role": role_of(info, stats),
                 "id": info.peer.worker_id,
                 "epoch": f"{info.peer.epoch:016x}",
                 "reachable": self.channels.is_connected(info.peer),
@@ -308,14 +317,16 @@ class RouterService:
                 yield info, stats
 
     def _change_roles(self) -> None:
-        """Have workers change their roles as the autoscaler decided last, once for each decision."""
-        scaling = self.scaling()
-        if scaling is None or scaling.homes is None or scaling.decided_at == self._roles_decided_at:
+        """Have workers change their roles as the autoscaler decided last."""
+        scaling, now = self.scaling(), self.clock()
+        if scaling is None or scaling.homes is None:
             return
-        self._roles_decided_at = scaling.decided_at
+        self._told_roles = {worker: at for worker, at in self._told_roles.items() if now - at < ROLE_TOLD_S}
         for worker, role in role_changes(self._worker_numbers(), scaling.targets).items():
-            _log.info("worker %s is to change its role to %s", worker.worker_id, role)
-            self.channels.send(worker, ChangeRole(role))
+            if worker not in self._told_roles:
+                _log.info("worker %s is to change its role to %s", worker.worker_id, role)
+                self._told_roles[worker] = now
+                self.channels.send(worker, ChangeRole(role))
 
     async def _follow(self) -> None:
         while True:

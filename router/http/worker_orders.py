@@ -54,7 +54,18 @@ async def carry_out(order: WorkerOrder, worker_id: str, service: RouterService) 
         raise RequestError(
             f"no worker has the id {worker_id[:100]!r}: /status lists them", code="worker_not_found", status=404
         )
-    _check(order, info, service)
+    async with service.one_order:
+        _check(order, info, service)
+        await _obeyed(order, info, service)
+    rows: list[dict[str, Any]] = service.status()["workers"]
+    row = next((row for row in rows if row["worker_id"] == worker_id), None)
+    if row is None:
+        raise _silent(info)  # it has left the fleet meanwhile
+    return row
+
+
+async def _obeyed(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None:
+    """Give the order, and wait until the worker's numbers confirm it. Raises RequestError (503)."""
     channels = service.channels
     if order.role is not None:
         channels.send(info.peer, ChangeRole(order.role))
@@ -65,12 +76,15 @@ async def carry_out(order: WorkerOrder, worker_id: str, service: RouterService) 
             while not order.is_done(channels.stats(info.peer)):  # noqa: ASYNC110  (numbers call nobody back)
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
-        raise RequestError(
-            f"worker {worker_id} has not answered in {ANSWER_S:g} s: it is unreachable, or taken down",
-            code="worker_silent",
-            status=503,
-        ) from None
-    return next(row for row in service.status()["workers"] if row["worker_id"] == worker_id)
+        raise _silent(info) from None
+
+
+def _silent(info: WorkerInfo) -> RequestError:
+    return RequestError(
+        f"worker {info.peer.worker_id} has not answered in {ANSWER_S:g} s: it is unreachable, or taken down",
+        code="worker_silent",
+        status=503,
+    )
 
 
 def _check(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None:
@@ -82,12 +96,21 @@ def _check(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None
             code="roles_are_fixed",
             status=409,
         )
+    scaling = service.scaling()
+    if order.role is not None and scaling is not None and scaling.homes is not None:
+        raise RequestError(
+            "role: the autoscaler decides on roles: set autoscaling.change_roles to false to do so yourself",
+            param="role",
+            code="autoscaler_decides",
+            status=409,
+        )
     if not order.draining and order.role != "prefill":
         return
+    ejected = service.pipeline.ejected()
     for other in service.fleet.workers():
         stats = service.channels.stats(other.peer)
         is_decoding = stats is not None and not stats.is_draining and role_of(other, stats) == "decode"
-        if other.peer != info.peer and is_decoding:
+        if other.peer != info.peer and other.peer not in ejected and is_decoding:
             return
     if role_of(info, service.channels.stats(info.peer)) == "decode":
         raise RequestError(

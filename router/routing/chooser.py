@@ -158,10 +158,13 @@ class PathChooser:
             return False
         return 2 * _first_token_s(pair.estimate) < _first_token_s(alone.estimate)
 
-    def find(self, worker: Peer) -> KnownWorker | None:
-        """Return what is known of a worker now; None where it has left the fleet."""
+    def look(self) -> None:
+        """Take in what is known of the fleet now."""
         self._follow()
         self._view.refresh()
+
+    def find(self, worker: Peer) -> KnownWorker | None:
+        """Return what was known of a worker at the last look; None where it had left the fleet."""
         return self._view.find(worker)
 
     def choose_target(

@@ -13,20 +13,16 @@ def role_changes(workers: Iterable[tuple[WorkerInfo, WorkerStats]], targets: Map
     """Return the new roles of those that change.
 
     Workers leave a role that has more than its target for the other one, if that has fewer. First those go that return
-    to the role they began with, then the ones with the least to do.
+    to the role they began with, then by their ids: loads differ from moment to moment, and routers must not.
     """
-    present: dict[Role, list[tuple[WorkerInfo, WorkerStats]]] = {role: [] for role in ROLES}
+    present: dict[Role, list[WorkerInfo]] = {role: [] for role in ROLES}
     for info, stats in workers:
         if not stats.is_draining:
-            present[role_of(info, stats)].append((info, stats))
+            present[role_of(info, stats)].append(info)
     for giver, taker in (ROLES, ROLES[::-1]):
         spare = len(present[giver]) - targets.get(giver, 0)
         missing = targets.get(taker, 0) - len(present[taker])
         if (count := min(spare, missing)) > 0:
-            ranked = sorted(present[giver], key=lambda one: _rank(one[0], one[1], taker))
-            return {info.peer: taker for info, _ in ranked[:count]}
+            ranked = sorted(present[giver], key=lambda info: (info.role != taker, info.peer.worker_id))
+            return {info.peer: taker for info in ranked[:count]}
     return {}
-
-
-def _rank(info: WorkerInfo, stats: WorkerStats, role: Role) -> tuple[bool, int, str]:
-    return info.role != role, stats.num_running + stats.num_waiting, info.peer.worker_id

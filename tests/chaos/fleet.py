@@ -133,7 +133,7 @@ class ServerUnderChaos:
     async def reachable(self, role: str) -> set[str]:
         """The ids of the workers that a router reaches."""
         status = await self.status() or {"workers": []}
-        return {one["worker_id"] for one in status["workers"] if one["role"] == role and one["reachable"]}
+        return {one["worker_id"] for one in status["workers"] if one["home_role"] == role and one["reachable"]}
 
     async def owned_blocks(self) -> int:
         """Return the owned blocks of all workers; -1 where they are unknown."""

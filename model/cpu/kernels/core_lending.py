@@ -66,7 +66,7 @@ def _write_num_threads(words):
 
 
 class CoreLending:
-    """One worker's row. `begin` may be called on any thread, the rest on the engine's thread."""
+    """One worker's row, used on the engine's thread."""
 
     def __init__(self, cores: int, path: Path, clock: Callable[[], float] = time.monotonic):
         """Join the workers of the table at `path`, with `cores` of its own; busy until the first `end`.

@@ -6,6 +6,7 @@ import pytest
 
 from tests.cluster.command_line import answering, one_line
 from twostroke.cluster.cli import main
+from twostroke.cluster.commands import workers
 from twostroke.cluster.commands.workers import chosen, wait_until_empty
 from twostroke.protocol.errors import ConfigError
 
@@ -44,6 +45,21 @@ def test_a_drain_is_waited_for_until_nothing_is_left_or_the_grace_is_over() -> N
     assert running == []
     assert wait_until_empty(lambda: [row("a", running=2)], ["a"], 2.0, lambda: now, sleep) == 2
     assert wait_until_empty(lambda: [row("a", reachable=False)], ["a", "gone"], 2.0, lambda: now, sleep) == 0
+
+
+def test_of_a_host_all_workers_drain_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[tuple[str, Any]] = []
+
+    def order(url: str, worker_id: str, body: dict[str, Any]) -> None:
+        orders.append((worker_id, body["draining"]))
+        if worker_id == "xyz" and body["draining"]:
+            raise ConfigError("it is the last")
+
+    monkeypatch.setattr(workers, "order", order)
+    monkeypatch.setattr(workers, "fetch_status", lambda url: {"workers": ROWS})
+    with pytest.raises(ConfigError, match="it is the last"):
+        workers.drain_workers("http://h:1", "10.0.0.2", grace_s=1.0, is_resumed=False)
+    assert orders == [("abc2", True), ("xyz", True), ("abc2", False)]
 
 
 def test_a_refusal_and_a_server_that_is_none_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

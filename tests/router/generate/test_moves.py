@@ -197,6 +197,25 @@ async def test_the_stream_stays_where_nobody_reaches_the_target_any_more(scene_o
         assert not scene.target.owned, "its call is cancelled"
 
 
+async def test_a_moved_stream_waits_for_a_worker_where_its_target_has_gone(scene_of):
+    async with scene_of() as scene:
+        await scene.first_part_begins()
+        target = scene.target
+        prefill = target.prefill
+
+        async def prefill_and_leave(request, decode):
+            reply = await prefill(request, decode)
+            target.is_leaving = True
+            await target.close()
+            asyncio.get_running_loop().call_later(0.1, lambda: tell(scene.source, is_draining=False))
+            return reply
+
+        target.prefill = prefill_and_leave
+        go_on(scene.source)
+        scene.first_part_ends()
+        await scene.ends_right()
+
+
 async def test_another_worker_goes_on_where_the_target_dies_as_the_stream_comes(scene_of):
     async with scene_of(num_decode=3) as scene:
         decode, victims = scene.rig.fleet.decode, []

@@ -63,11 +63,20 @@ class Scene(Rig):
             self.calls, self.chooser, Channels(), Records(), b"", self.clock, lambda: "an id", is_flexible=is_flexible
         )
 
-    def add(self, name, worker="d0", *, num_sent=5, began=LONG_AGO, num_moves=0, priority=0, max_tokens=500):
+    def add(
+        self, name, worker="d0", *, num_sent=5, num_before=0, began=LONG_AGO, num_moves=0, priority=0, max_tokens=500
+    ):
         template = request((1, 2, 3), promise=Promise(priority=priority), max_tokens=max_tokens)
         info, sent = self.infos[worker], list(range(num_sent))
         stream = RunningStream(
-            template, sent, SuspectRequest(b""), info, lambda error: self.ended.append(name), began, num_moves=num_moves
+            template,
+            sent,
+            SuspectRequest(b""),
+            info,
+            lambda error: self.ended.append(name),
+            began,
+            num_moves=num_moves,
+            num_before=num_before,
         )
         self.moves._streams.setdefault(info.peer, {})[stream] = None
         self.streams[name] = stream
@@ -81,11 +90,12 @@ class Scene(Rig):
 
     async def look(self):
         """Look once at all workers; returns the streams whose move is under way or has ended."""
+        self.chooser.look()
         for peer in list(self.moves._streams):
             self.moves._look_at(peer)
         for _ in range(10):
             await asyncio.sleep(0)
-        return [name for name, stream in self.streams.items() if stream.move is not None]
+        return [name for name, stream in self.streams.items() if stream.is_moving or name in self.ended]
 
 
 @pytest.fixture
@@ -111,6 +121,21 @@ async def test_all_streams_leave_a_worker_that_drains_however_young_short_or_oft
     scene.add("short", max_tokens=6)
     scene.add("not begun", num_sent=0)
     assert await scene.look() == ["young", "often moved", "short"]
+
+
+async def test_a_stream_stays_until_the_worker_has_written_a_token_of_it(scene):
+    scene.drain()
+    scene.add("resumed there", num_sent=5, num_before=5)
+    assert await scene.look() == []
+
+
+async def test_nobody_is_crowded_before_step_costs_are_known(scene):
+    for worker in scene.infos:
+        scene.tell(worker, costs=None)
+    scene.view._typical.clear()
+    scene.crowd(costs=None)
+    scene.add("a")
+    assert await scene.look() == []
 
 
 async def test_streams_leave_a_worker_that_the_fleet_has_no_more(scene):

@@ -1,5 +1,6 @@
 """Orders to one worker over HTTP: it has obeyed when the answer comes, and somebody is left who writes answers."""
 
+import asyncio
 from functools import partial
 
 import pytest
@@ -59,6 +60,25 @@ async def test_a_worker_that_changed_its_role_is_chosen_by_the_new_one(flexible_
         assert [request.num_prompt_tokens for request in site.rig["p0"].seen], "the answer is written there"
         numbers = site.service.demand()
         assert (numbers["prefill.running"], numbers["decode.running"]) == (1.0, 1.0)
+
+
+async def test_of_two_orders_at_once_one_leaves_somebody_who_writes(flexible_site_of, until) -> None:
+    async with flexible_site_of(0, 2) as site:
+        await until(lambda: len(site.rig["d0"].connections) == len(site.rig["d1"].connections) == 1)
+        orders = [site.http.post(f"/workers/{name}", json={"draining": True}) for name in ("d0", "d1")]
+        assert [answer.status_code for answer in await asyncio.gather(*orders)] == [200, 409]
+
+
+async def test_flexible_workers_serve_though_no_decode_worker_is_left(flexible_site_of, until) -> None:
+    async with flexible_site_of(1, 1) as site:
+        await until(lambda: len(site.rig["p0"].connections) == len(site.rig["d0"].connections) == 1)
+        await site.rig["d0"].die()
+        assert (await site.http.get("/ready")).status_code == 200
+        answer = await site.http.post("/v1/completions", json={**ASK, "return_stages": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["stages"][0]["path"] == "prefill"
+        status = (await site.http.get("/status")).json()
+        assert status["paths"] == {"prefill": 1}
 
 
 async def test_fixed_roles_and_wrong_orders_are_refused(site_of, flexible_site_of, until) -> None:

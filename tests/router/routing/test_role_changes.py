@@ -17,9 +17,11 @@ def told(name: str, stats: WorkerStats = IDLE, role: StepRole | None = None, **c
     return info(name), msgspec.structs.replace(stats, step_role=role, **changes)
 
 
-def test_the_worker_with_least_to_do_changes_and_only_where_one_is_missing() -> None:
+def test_a_worker_changes_only_where_one_is_missing_and_the_same_whatever_there_is_to_do() -> None:
     workers = [told("p0", load(running=3)), told("p1", load(running=1)), told("d0")]
-    assert role_changes(workers, {"prefill": 1, "decode": 2}) == {info("p1").peer: "decode"}
+    assert role_changes(workers, {"prefill": 1, "decode": 2}) == {info("p0").peer: "decode"}
+    later = [told("p0", load(running=0)), told("p1", load(running=5)), told("d0")]
+    assert role_changes(later, {"prefill": 1, "decode": 2}) == {info("p0").peer: "decode"}
     assert role_changes(workers, {"prefill": 1, "decode": 1}) == {}, "one is to end, and Serve ends it"
     assert role_changes(workers, {"prefill": 2, "decode": 2}) == {}, "one is to start"
 
