@@ -123,14 +123,18 @@ def test_numbers_that_no_run_has_are_refused_as_arguments(
     assert f"argument {arguments[0]}: {arguments[1]}: give" in capsys.readouterr().err
 
 
-def test_while_the_only_decode_worker_is_down_requests_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize("roles", ["fixed", "flexible"])
+def test_while_the_only_decode_worker_is_down_requests_are_refused_unless_a_prefill_worker_may_write(
+    roles: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    faults = tmp_path / "faults.json"
+    faults, config = tmp_path / "faults.json", tmp_path / "config.yaml"
+    config.write_text(f"router: {{roles: {roles}}}")
     faults.write_text(json.dumps([{"at_s": 0.5 + number / 10, "role": "decode"} for number in range(4)]))
-    told = simulated(capsys, "--fleet", "prefill=1,decode=1", "--requests", "30", "--faults", str(faults))
+    told = simulated(
+        capsys, "--fleet", "prefill=1,decode=1", "--requests", "30", "--faults", str(faults), "--config", str(config)
+    )
     assert told["requests"] == 30
-    assert 0 < int(str(told["refused"])) < 30
+    assert (0 < int(str(told["refused"])) < 30) == (roles == "fixed")
 
 
 def test_a_trace_of_requests_without_tokens_is_served_as_of_one_each(

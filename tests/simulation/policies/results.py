@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostroke.planning.costs.profiles import SMALL
-from twostroke.router.routing.chooser import Policy
+from twostroke.router.routing.chooser import Policy, Roles
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator import deployment
 from twostroke.simulator.deployment import SimulatedRun, TracedRequest
@@ -22,6 +22,7 @@ def serve(
     seed: int = 0,
     slo: SLOConfig = PROMISE_NOTHING,
     decode_cache_tokens: int = DECODE_CACHE_TOKENS,
+    roles: Roles = "flexible",
 ) -> SimulatedRun:
     """Run the trace to its end; with classes that promise something, some requests are refused."""
     return deployment.serve(
@@ -32,6 +33,7 @@ def serve(
         decode_cache_tokens=decode_cache_tokens,
         seed=seed,
         slo=slo,
+        roles=roles,
     )
 
 

@@ -64,7 +64,7 @@ def run_crowd(seed: int, *, num_requests: int = NUM_REQUESTS) -> SimulatedRun:
     """All requests served to their end."""
     trace = strangers(seed, num_requests=num_requests, rate_per_s=RATE_PER_S, prompt_tokens=600.0, sigma=0.4)
     trace = [replace(one, num_output_tokens=LONGER * one.num_output_tokens) for one in trace]
-    return serve(trace, "kv_aware", seed=seed, decode_cache_tokens=DECODE_CACHE_TOKENS)
+    return serve(trace, "kv_aware", seed=seed, decode_cache_tokens=DECODE_CACHE_TOKENS, roles="fixed")
 
 
 def num_computed_twice() -> int:
