@@ -499,3 +499,12 @@ def test_a_path_is_named_by_who_computes_the_prompt_and_who_writes():
     assert fleet.path(prefill_decodes=True).kind == "prefill"
     assert fleet.path(decodes_alone=False).kind == "prefill_decode"
     assert Fleet([], [IDLE]).path().kind == "decode"
+
+
+def test_a_prompt_beside_streams_of_a_shared_cpu_costs_them_time_wherever_it_is_computed():
+    streams = load(running=5)
+    here, elsewhere = {"machine": "host-1"}, {"machine": "host-2"}
+    own = Fleet([load(waiting=1500)], [streams], p0=here, d0=elsewhere)
+    assert own.names() == ("p0", "d0", None), "5 streams and the next would wait 0.4 s each at d0"
+    shared = Fleet([load(waiting=1500)], [streams], p0=here, d0=here)
+    assert shared.names() == (None, "d0", None), "they lose nearly as much beside p0, where the prompt waits 1.5 s"
