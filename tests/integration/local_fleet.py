@@ -132,7 +132,9 @@ class Served:
 
     async def idle(self) -> None:
         """Return once no worker owns a block or serves a request."""
-        async with asyncio.timeout(10):
+        # A link of torch.distributed may take several leases: TCPStore asks DNS for its peers' names, and each answer
+        # that is lost costs it 5 s.
+        async with asyncio.timeout(60):
             # Workers tell nobody when they become idle: that would be an event without a reader.
             while any(w.stats().owned_blocks or w.stats().num_running for w in self.fleet.by_peer.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
