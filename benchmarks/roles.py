@@ -11,7 +11,8 @@ Servers take turns under the same loads, and only one computes at a time:
 The loads are closed, with 8 and 32 streams of 128 + 128 tokens and 32 of 64 to 1,024 + 16 to 128 tokens (`mixed`). The
 last one is open: mixed requests in bursts (gamma gaps with a coefficient of variation of 3) at 0.8 of the rate at which
 the aggregated server ends the closed mixed load. Its goodput is the rate of requests whose first token comes within
-`--ttft-s` of their arrival, and of whose gaps between tokens 95% are at most `--itl-s`.
+`--ttft-s` of their arrival, and of whose gaps between tokens 95% are at most `--itl-s`. After the loads the flexible
+server's decode worker gets orders while it writes (worker_orders.py).
 
 A shared machine changes its speed from minute to minute, so figures are divided by those of the same turn, and the
 medians of these ratios count.
@@ -36,6 +37,7 @@ from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.peers.command import write_model
 from twostroke.benchmarks.peers.compare_servers import SETTLE_S, Figures, fault_of, figures_of
+from twostroke.benchmarks.worker_orders import measure_orders
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
@@ -49,12 +51,14 @@ from twostroke.protocol.errors import ConfigError
 AGGREGATED, SPLIT, FLEXIBLE = "aggregated", "split", "flexible"
 SERVERS = (AGGREGATED, SPLIT, FLEXIBLE, "split-lent", "flexible-apart")
 LOADS = ("c8", "c32", "mixed", "open")
+ORDERS = "orders"
 EQUAL, MIXED = Fixed(128, 128), Uniform((64, 1024), (16, 128))
 MAX_CONTEXT = 2048
 KV_CACHE_GIB = 0.5
 """Cache of each worker; the aggregated one has as much as those of a layout together."""
 REQUESTS_PER_USER = 3
 """Requests of each stream of a closed load."""
+ORDER_ROUNDS = 3
 OPEN_SHARE, BURSTS_CV = 0.8, 3.0
 STRICT = 95  # percent of a request's gaps that keep its ITL bound
 WARM_UP_SEED = 1_000_000
@@ -68,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="160m", help="shape of the random model (%(default)s)")
     parser.add_argument("--layout", choices=("1+1", "1+2", "2+1"), default="1+1", help="prefill + decode workers")
     parser.add_argument("--turns", type=positive, default=5, help="turns of all loads (default: %(default)s)")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS, help="only these")
+    every = (*LOADS, ORDERS)
+    parser.add_argument("--loads", nargs="+", choices=every, default=every, help="only these, and orders to workers")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS[:3], help="only these")
     parser.add_argument("--open-s", type=float, default=30.0, help="seconds of the open load (default: %(default)s)")
     parser.add_argument("--ttft-s", type=float, default=2.0, help="bound of a first token (default: %(default)s)")
@@ -92,6 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"{name} answers after {server.started_in_s:.1f} s")
                 urls[name] = server.url
             turns = measure(urls, arguments)
+            orders = {}
+            if ORDERS in arguments.loads and FLEXIBLE in urls:
+                orders = measure_orders(urls[FLEXIBLE], 1 if arguments.quick else ORDER_ROUNDS)
             taken = {name: _taken(url) for name, url in urls.items()}
     finally:
         end_descendants(END_S)
@@ -102,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             "ttft_bound_s": arguments.ttft_s,
             "itl_bound_s": arguments.itl_s,
             **figures,
+            **orders,
             "taken": taken,
         }
     )
@@ -147,7 +156,7 @@ def measure(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[Turn
         for number in range(1 if arguments.quick else arguments.turns):
             turn: Turn = {}
             turns.append(turn)
-            for load in arguments.loads:
+            for load in (one for one in LOADS if one in arguments.loads):
                 turn[load] = {}
                 first = number % len(urls)  # no server always comes after the same one
                 names = [*urls][first:] + [*urls][:first]

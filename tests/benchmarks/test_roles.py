@@ -8,9 +8,11 @@ import pytest
 
 from twostroke.benchmarks import roles
 from twostroke.benchmarks.roles import AGGREGATED, FLEXIBLE, SERVERS, SPLIT, Turn, judged, ratio, settings_of, summarise
+from twostroke.benchmarks.worker_orders import longest_gap_s
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.alone import Sent
+from twostroke.loadtests.generator.http_stream import ClientExchange
 from twostroke.loadtests.plan import SLO, Gamma, Plan
 from twostroke.loadtests.run_folder import Record
 
@@ -136,3 +138,10 @@ def _sender(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Plan], bool]) -> l
     monkeypatch.setattr(roles, "plan_at", plan)
     monkeypatch.setattr(roles.time, "sleep", no_pause)
     return sent
+
+
+def test_a_gap_counts_where_it_ends_after_the_order_and_before_the_last_look() -> None:
+    pieces = [(at, b"") for at in (0.0, 5.0, 5.5, 6.0, 9.0)]
+    assert longest_gap_s(ClientExchange(0.0, pieces), since=5.2, until=8.0) == 0.5
+    assert longest_gap_s(ClientExchange(0.0, pieces), since=4.0, until=9.0) == 5.0
+    assert longest_gap_s(ClientExchange(0.0, pieces), since=9.5, until=10.0) == 0.0
