@@ -1,4 +1,4 @@
-"""What orders to workers cost: how soon a worker that drains is empty, and what streams feel of that.
+"""This module measures orders to workers: how soon one that drains is empty, and what streams feel of that.
 
 Each round begins streams with `ANSWER_TOKENS` to go until a decode worker writes `NUM_STREAMS` of them. Where that is
 the only one, a prefill worker becomes a decode worker for the round: the last that writes answers may not drain. The
@@ -64,9 +64,8 @@ def measure_orders(url: str, rounds: int) -> dict[str, float | int | None]:
         longest = sorted((longest_gap_s(one, began, ended + SETTLE_S) for one in exchanges), reverse=True)
         gaps += longest[:num_streams]
         drains.append(ended - began)
-        say(
-            f"{worker} drained {num_streams} streams in {drains[-1]:.2f} s ({left} are left), longest gaps {longest[:3]}"
-        )
+        told = ", ".join(f"{gap:.2f}" for gap in longest[:3])
+        say(f"{worker} drained {num_streams} streams in {drains[-1]:.2f} s, {left} are left; gaps up to {told} s")
     return {
         "drain_s": max(drains),
         "moved_gap_p99_s": percentile(gaps, 99),
