@@ -6,7 +6,10 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.protocol.kv_layout import KVGroups, group_layers
+from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
+
+STATE_BLOCK_STEP = 16
+"""Blocks that are larger than asked for, for the sake of states, are multiples of so many tokens."""
 
 Quantization = Literal["auto", "none", "int8", "int4"]
 """Form in which the projections' weights are held. auto: the checkpoint's."""
@@ -102,6 +105,61 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class DeltaSizes:
+    """Gated delta nets (Yang et al. 2024, "Gated Delta Networks"), in numbers.
+
+    A layer keeps for each value head a matrix [key, value], and the last inputs of a convolution over its tokens. The
+    heads are shared out among KV heads, as the blocks are that hold the states.
+    """
+
+    key_heads: int  # of queries, and of keys
+    value_heads: int
+    key: int  # of a head's queries and keys
+    value: int  # of a head
+    taps: int  # tokens that the convolution sees, the last one included
+
+    @property
+    def key_width(self) -> int:
+        """Width of a token's queries, and of its keys."""
+        return self.key_heads * self.key
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value
+
+    @property
+    def conv_width(self) -> int:
+        """Width of what the convolution takes: queries, keys, values."""
+        return 2 * self.key_width + self.value_width
+
+    def numbers_in(self, kind: int, kv_heads: int) -> int:
+        """Return the numbers of one KV head's share in a block's part of the first or the second kind.
+
+        Half of each matrix lies in either. The convolution's inputs are queries and keys in the first, values in the
+        second; there the number of tokens that the state has seen is the last.
+        """
+        matrices = self.value_heads // kv_heads * (self.key // 2) * self.value
+        width = (2 * self.key_width, self.value_width)[kind] // kv_heads
+        return matrices + (self.taps - 1) * width + kind
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Parts of a layer that is a gated delta net, by their names within it. Its output's projection is `output`."""
+
+    qkv: Projection  # queries, keys, values of all heads one behind the other
+    gate: Projection  # of the output
+    beta: Projection  # the strength of each value head's update
+    decay: Projection  # its forgetting
+    conv: str  # [conv width, 1, taps]
+    decay_log: str  # [value heads]
+    decay_bias: str  # [value heads]
+    norm: str  # of a value head's output; it is no norm that adds one
+    output: Projection
+    by_key_heads: bool = False  # qkv and gate are one tensor, beta and decay another, each key head's rows together
+
+
+@dataclass(frozen=True)
 class LatentSpec:
     """Projections between a layer's input and `q`, `k` and `v`, where the layer attends to latents."""
 
@@ -184,6 +242,8 @@ class LayerSpec:
     # `k`, then of `v`, and so on; `v.first_row` is where they begin within a head's.
     latent: LatentSpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
+    gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
+    delta: DeltaSpec | None = None  # instead of attention, in `ModelShape.state_layers`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
 
 
@@ -215,6 +275,22 @@ class ModelShape:
     max_position: int  # positions the model accepts, prompt and output together
     windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
     latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
+    state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
+
+    def keeps_state(self, layer: int) -> bool:
+        """Return True if the layer keeps a state instead of keys and values."""
+        return self.state is not None and self.window(layer) == STATE_WINDOW
+
+    @property
+    def state_numbers(self) -> int:
+        """Return KVLayout.state_numbers."""
+        state = self.state
+        return 0 if state is None else max(state.numbers_in(kind, self.num_kv_heads) for kind in (0, 1))
+
+    def fitting_block_size(self, wanted: int, itemsize: int) -> int:
+        """Return the tokens of a block of numbers of `itemsize` bytes: `wanted`, or as many as a state needs."""
+        least = least_block_tokens(self.state_numbers, self.head_dim, itemsize)
+        return wanted if least <= wanted else -(-least // STATE_BLOCK_STEP) * STATE_BLOCK_STEP
 
     @property
     def kv_kinds(self) -> int:

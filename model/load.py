@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,8 @@ class LoadedEngine:
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
+        block_size = model.fitting_block_size(config.block_size, self._kv_dtype.itemsize)
+        config = self._config = replace(config, block_size=block_size)
         self.weights = found.weights_as(config.quantization)
         found.check_ranks(config.parallel, config.block_size)
         weights = found.weight_bytes(self._dtype, config.quantization, config.parallel)
@@ -260,6 +263,8 @@ def _captured_steps(
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
+    if kv_cache.layout.state_numbers:
+        return ALL_EAGER  # delta nets are torch's yet
     if config.parallel.tensor_ranks > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
         return ALL_EAGER  # the ranks' sums are torch's, and so is most of what transformers computes
     return StepReplays(CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context))
@@ -408,12 +413,14 @@ def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
 
     The blocks belong to no sequence yet; their content counts as zeros.
     """
-    length = min(max_context - 1, 2 * kv_cache.block_size + 1)
+    num_rows, num_groups = kv_cache.num_blocks // kv_cache.groups.count, kv_cache.groups.count
+    room = max(1, num_rows) * kv_cache.block_size  # a state that another group's rows overwrite is none
+    length = min(max_context - 1, 2 * kv_cache.block_size + 1, room - 1)
     if length < 1:
         return
+    num_places = -(-(length + 1) // kv_cache.block_size) * num_groups
     # Where blocks are few, all groups share one, as they share tensors.
-    rows = range(-(-(length + 1) // kv_cache.block_size))
-    table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
+    table = [place % kv_cache.num_blocks for place in range(num_places)]
     # A GPU compiles the kernels of both filters.
     sampling = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
     draw = Draw(sampling, history=[0] * (length + 1), num_prompt_tokens=length)

@@ -10,6 +10,9 @@ ranks some heads. Rank r of the worker is rank r % tp_size of stage r // tp_size
 Where a stage's ranks would all hold the same latents they may divide the tokens instead (context parallelism): of each
 block each has one part, the first rank the first tokens. Tables and block sizes are as if there were one rank.
 
+Layers that keep a state of fixed size instead of rows (delta nets, state-space models) put it into blocks of the same
+size, in each of the block's parts for a kind and a head its share, as fp32 numbers: STATE_WINDOW.
+
 Where all layers keep everything there is one tensor a layer. Where some keep a window, layers are cut into groups of
 equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
 set apart for either. Each stage cuts its own layers so, into as many groups, with the same windows.
@@ -32,6 +35,11 @@ FP8 = "float8_e4m3fn"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 NO_BLOCK = -1
+
+STATE_WINDOW = 2
+"""Window of layers that keep a state instead of rows. A block holds the state behind the last computed token of its row
+of the table, and the next token goes on from that of the token before it: so much a window of two tokens keeps. A state
+behind a full row stays as it is, and is a prefix's as the row's keys and values are."""
 
 TYPICAL_TOKENS = 2048
 """Tokens of a request whose length is not known."""
@@ -167,6 +175,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     kinds: int = 2  # of rows: keys and values; 1: latents
     pp_size: int = 1
     context_ranks: int = 1  # of a stage, that share each block's tokens; 1: all of its ranks hold all of them
+    state_numbers: int = 0  # fp32, of a state for each kind and KV head; 0: no layer keeps a state
 
     @property
     def groups(self) -> KVGroups:
@@ -240,6 +249,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+def least_block_tokens(state_numbers: int, head_dim: int, itemsize: int) -> int:
+    """Return the fewest tokens of a block that has room for a layer's state; 1 where there is none."""
+    return max(1, -(-state_numbers * DTYPE_BYTES["float32"] // (head_dim * itemsize)))
+
+
 def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "raw") -> str | None:
     """Return why KV can't go from `source` to `target`, with both sides' values; None where it can.
 
@@ -253,6 +267,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         ("kinds", "kinds of rows"),
         ("version", "layout version"),
         ("windows", "layers' windows"),
+        ("state_numbers", "size of a layer's state"),
     ):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
@@ -261,6 +276,8 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         return f"the KV dtype differs: {source.dtype} at the source, {target.dtype} at the target"
     if encoding != "raw" and source.dtype == FP8:
         return f"KV in {FP8} has one byte a value already: it is sent as it is stored, not as {encoding}"
+    if encoding != "raw" and source.state_numbers:
+        return f"the model has layers that keep a state, which is sent as it is stored, not as {encoding}"
     if any(source.windows) and source.block_size != target.block_size:
         return (  # a window would begin within one side's block, which could never be found again as a prefix
             "the model has layers with a window, which need the same block size on both sides: it is "
@@ -310,6 +327,12 @@ def _fault(layout: KVLayout) -> str | None:
         return f"{layout.pp_size} pipeline stages can't share {layout.num_layers} layers"
     if layout.kinds not in (1, 2):
         return f"there are no caches of {layout.kinds} kinds of rows"
+    if layout.state_numbers:
+        if layout.kinds != 2 or layout.tp_size > layout.num_kv_heads:
+            return f"{layout.tp_size} tensor-parallel ranks can't share states by {layout.num_kv_heads} KV heads"
+        needed = least_block_tokens(layout.state_numbers, layout.head_dim, DTYPE_BYTES[layout.dtype])
+        if layout.block_size < needed:
+            return f"blocks of {layout.block_size} tokens have no room for a state, which takes {needed}"
     if layout.windows and (len(layout.windows) != layout.num_layers or min(layout.windows) < 0):
         return f"the windows are not those of {layout.num_layers} layers"
     small, large = sorted((layout.tp_size, layout.num_kv_heads))

@@ -99,7 +99,14 @@ async def load_rank(
             make_transports,
             settings.transport,
             store,
-            peers=[msgspec.structs.replace(store.layout.over(cut), block_size=size) for cut, size in settings.peers],
+            peers=[
+                msgspec.structs.replace(
+                    store.layout.over(cut),
+                    # Both roles' blocks have room for the model's states.
+                    block_size=loaded.model_config.fitting_block_size(size, loaded.kv_cache.tensors[0].itemsize),
+                )
+                for cut, size in settings.peers
+            ],
             encoding=settings.transfer.encoding,
             tcp_streams=settings.tcp_streams,
             tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 
 from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
-from twostroke.model.captured_steps import StepReplays
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
@@ -87,6 +87,12 @@ LATENT: dict[str, Any] = {
 EXPERT_GROUPS: dict[str, Any] = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     **{"routed_scaling_factor": 1.7, "num_hidden_layers": 3},
+}
+# States fit into blocks of eight tokens.
+DELTA: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 2, "partial_rotary_factor": 0.25},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 W, F = "sliding_attention", "full_attention"
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
@@ -227,6 +233,26 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.7,
         num_nextn_predict_layers=0,
     ),
+    "qwen3_next": family(
+        "qwen3_next",
+        "Qwen3Next",
+        **DELTA,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_5": family("qwen3_5_text", "Qwen3_5", **DELTA, tie_word_embeddings=True),
+    "qwen3_5_moe": family(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        **DELTA,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=24,
+    ),
     "gpt_oss": family(
         "gpt_oss",
         "GptOss",
@@ -244,8 +270,10 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     num_blocks *= config.kv_groups.count
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
     max_context = config.max_position
-    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
-    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, StepReplays(captured))
+    replays = ALL_EAGER
+    if config.state is None:
+        replays = StepReplays(CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context))
+    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, replays)
 
 
 def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
