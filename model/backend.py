@@ -256,6 +256,12 @@ class Backend(Protocol):
         rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, R + P].
         """
 
+    def make_delta_net(self, weights: "DeltaWeights") -> "DeltaNet":
+        """A layer's gated delta net over these weights, whose tensors are used as they are."""
+
+    def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [T, columns] times the sigmoids of gates [T, columns]; may be written into x."""
+
     def make_latent_attention(self, heads: LatentHeads, parts: "ContextParts | None" = None) -> LatentAttention:
         """A layer's attention to latents, over these weights, which are copied. `parts`: the cache that it will be
         given has this rank's tokens of each block, and layouts say which these are; all ranks call it together."""

@@ -263,8 +263,6 @@ def _captured_steps(
     from twostroke.model.cpu.backend import CpuBackend
     from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 
-    if kv_cache.layout.state_numbers:
-        return ALL_EAGER  # delta nets are torch's yet
     if config.parallel.tensor_ranks > 1 or not (isinstance(backend, CpuBackend) and isinstance(decoder, Decoder)):
         return ALL_EAGER  # the ranks' sums are torch's, and so is most of what transformers computes
     return StepReplays(CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context))

@@ -235,7 +235,7 @@ class Decoder:
             else:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             if gate is not None:
-                x = x * torch.sigmoid(gate)
+                x = backend.gate_rows(x, gate)
             x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
             x, is_whole = self._feed_forward(x, layer)
             following = final_norm if is_last else layers[index + 1].input_norm

@@ -24,7 +24,7 @@ from twostroke.model.config import DeltaSizes
 
 CHUNK = 64
 """Tokens of a triangular system: the scan over chunks does as many steps less, a system costs the square."""
-_NORM_EPS = 1e-6  # of queries' and keys' lengths
+NORM_EPS = 1e-6  # of queries' and keys' lengths
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class DeltaNet:
     """One rank's heads of a layer's gated delta net, over loaded weights."""
 
     def __init__(self, weights: DeltaWeights):
-        self._weights = weights
-        self._sizes = weights.sizes
+        self.weights = weights
 
     def __call__(self, x: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """x [T, hidden] -> [T, value width], before the output's projection.
@@ -55,48 +54,58 @@ class DeltaNet:
         Reads the states of the tokens before, and leaves those of the step's tokens, in the cache's tensor kv_layer
         [num_blocks, 2, G, block_size, D]. A state that has not seen all tokens before the step's gives NaN.
         """
-        weights, sizes = self._weights, self._sizes
-        mixed, gate = weights.inputs(x).split((sizes.conv_width, sizes.value_width), dim=1)
-        beta, decay = weights.strengths(x, out_dtype=torch.float32).chunk(2, dim=1)
-        beta = beta.sigmoid()
-        decay = -weights.decay * functional.softplus(decay + weights.decay_bias)
-        states = _States(kv_layer, sizes, weights.kv_heads)
-        out = torch.empty((len(x), sizes.value_heads, sizes.value), dtype=torch.float32, device=x.device)
-        mixed = mixed.float()
-        if layout.num_decodes:
-            self._decode(mixed, beta, decay, states, layout, out)
-        starts, ends = layout.query_starts.tolist(), layout.context_lens.tolist()
-        for index in range(layout.num_decodes, len(ends)):
-            rows = slice(starts[index], starts[index + 1])
-            self._prefill(
-                mixed[rows], beta[rows], decay[rows], states, layout.block_tables[index], ends[index], out[rows]
-            )
-        return self._normalised(out, gate).to(x.dtype)
+        weights, sizes, first = self.weights, self.weights.sizes, layout.num_decodes
+        inputs, strengths = weights.inputs(x), weights.strengths(x, out_dtype=torch.float32)
+        out = self.empty((len(x), sizes.value_width), x.dtype, x.device)
+        if first:
+            self.decode(inputs, strengths, kv_layer, layout, out)
+        if first < layout.context_lens.numel():
+            mixed, gate = inputs.split((sizes.conv_width, sizes.value_width), dim=1)
+            mixed, (beta, decay) = mixed.float(), self._beta_and_decay(strengths)
+            states = _States(kv_layer, sizes, weights.kv_heads)
+            starts, ends = layout.query_starts.tolist(), layout.context_lens.tolist()
+            for index in range(first, len(ends)):
+                rows, table = slice(starts[index], starts[index + 1]), layout.block_tables[index].long()
+                found = self._prefill(mixed[rows], beta[rows], decay[rows], states, table, ends[index])
+                out[rows] = self._normalised(found, gate[rows]).to(x.dtype)
+        return out
 
-    def _decode(
-        self, mixed: Tensor, beta: Tensor, decay: Tensor, states: "_States", layout: BatchLayout, out: Tensor
-    ) -> None:
-        """Compute the sequences that bring one token each, the first ones of the step."""
-        count, size = layout.num_decodes, states.block_size
-        positions, tables = layout.positions[:count], layout.block_tables[:count].long()
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for results."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def decode(self, inputs: Tensor, strengths: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+        """Compute the sequences that bring one token each, the first ones of the step, into the first rows of `out`.
+
+        inputs [T, conv width + value width], strengths [T, 2 value heads], out [T, value width].
+        """
+        weights, count, sizes = self.weights, layout.num_decodes, self.weights.sizes
+        states = _States(kv_layer, sizes, weights.kv_heads)
+        mixed, gate = inputs[:count].split((sizes.conv_width, sizes.value_width), dim=1)
+        beta, decay = self._beta_and_decay(strengths[:count])
+        positions, tables, size = layout.positions[:count], layout.block_tables[:count].long(), states.block_size
         rows = torch.arange(count, device=mixed.device)
-        matrix, inputs = states.load(tables[rows, (positions - 1).clamp_min(0) // size], positions)
-        inputs = torch.cat((inputs, mixed[:count, :, None]), dim=2)
-        q, k, v = self._split((inputs * self._weights.conv).sum(2))
-        matrix = matrix * decay[:count].exp()[:, :, None, None]
+        matrix, last = states.load(tables[rows, (positions - 1).clamp_min(0) // size], positions)
+        last = torch.cat((last, mixed.float()[:, :, None]), dim=2)
+        q, k, v = self._split((last * weights.conv).sum(2))
+        matrix = matrix * decay.exp()[:, :, None, None]
         known = torch.einsum("bhkv,bhk->bhv", matrix, k)
-        update = (v - known) * beta[:count, :, None]
+        update = (v - known) * beta[:, :, None]
         matrix = matrix + k[:, :, :, None] * update[:, :, None]
-        out[:count] = torch.einsum("bhkv,bhk->bhv", matrix, q)
-        states.store(tables[rows, positions // size], matrix, inputs[:, :, 1:], positions + 1)
+        out[:count] = self._normalised(torch.einsum("bhkv,bhk->bhv", matrix, q), gate).to(out.dtype)
+        states.store(tables[rows, positions // size], matrix, last[:, :, 1:], positions + 1)
+
+    def _beta_and_decay(self, strengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the strengths of updates and the logarithms of decays, [T, value heads] each."""
+        beta, decay = strengths.chunk(2, dim=1)
+        return beta.sigmoid(), -self.weights.decay * functional.softplus(decay + self.weights.decay_bias)
 
     def _prefill(
-        self, mixed: Tensor, beta: Tensor, decay: Tensor, states: "_States", table: Tensor, end: int, out: Tensor
-    ) -> None:
-        """Compute one sequence's chunk, which ends at `end`: row by row of its block table."""
-        weights, taps, size = self._weights, self._sizes.taps, states.block_size
+        self, mixed: Tensor, beta: Tensor, decay: Tensor, states: "_States", table: Tensor, end: int
+    ) -> Tensor:
+        """Compute one sequence's chunk, which ends at `end`, row by row of its block table: [T, value heads, value]."""
+        weights, taps, size = self.weights, self.weights.sizes.taps, states.block_size
         start = end - len(mixed)
-        table = table.long()
         before = torch.tensor([start], device=mixed.device)
         matrix, inputs = states.load(table[max(start - 1, 0) // size][None], before)
         inputs = torch.cat((inputs[0], mixed.T), dim=1)  # [conv width, taps - 1 + tokens]
@@ -105,30 +114,32 @@ class DeltaNet:
         q, k, v = (part.transpose(0, 1) for part in (q, k, v))
         beta, decay = beta.T, decay.T
         matrix = matrix[0]
+        outputs: list[Tensor] = []
         for row in range(start // size, -(-end // size)):
             first, last = max(row * size, start) - start, min((row + 1) * size, end) - start
             part = slice(first, last)
             found, matrix = delta_rule(q[:, part], k[:, part], v[:, part], beta[:, part], decay[:, part], matrix)
-            out[part] = found.transpose(0, 1)
+            outputs.append(found.transpose(0, 1))
             seen = torch.tensor([start + last], device=mixed.device)
             states.store(table[row][None], matrix[None], inputs[None, :, last : last + taps - 1], seen)
+        return torch.cat(outputs)
 
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of each value head [T, heads, key or value] of the convolution's results."""
-        sizes = self._sizes
+        sizes = self.weights.sizes
         q, k, v = functional.silu(convolved).split((sizes.key_width, sizes.key_width, sizes.value_width), dim=1)
         each = sizes.value_heads // sizes.key_heads
 
         def of_value_heads(rows: Tensor) -> Tensor:
             heads = rows.reshape(len(rows), sizes.key_heads, sizes.key)
-            heads = heads * (heads.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt()
+            heads = heads * (heads.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
             return heads.repeat_interleave(each, dim=1)
 
         return of_value_heads(q) * sizes.key**-0.5, of_value_heads(k), v.reshape(-1, sizes.value_heads, sizes.value)
 
     def _normalised(self, out: Tensor, gate: Tensor) -> Tensor:
         """[T, heads, value] -> [T, value width]: each head normalised, times the SiLU of its gate."""
-        weights = self._weights
+        weights = self.weights
         out = out * (out.square().mean(-1, keepdim=True) + weights.eps).rsqrt() * weights.norm
         return out.view(len(out), -1) * functional.silu(gate.float())
 

@@ -213,7 +213,7 @@ class _DecoderLoader:
             sizes = _of_rank(config.state, self._shard)
             columns = of_heads(self._shard.part(config.state.value_heads), sizes.value)
             output = tensors.by_columns(prefix, parts.delta.output, columns)
-            return DeltaNet(self._delta(prefix, parts.delta, sizes)), output, None
+            return self._backend.make_delta_net(self._delta(prefix, parts.delta, sizes)), output, None
         if parts.latent is not None and config.latent is not None:
             mixed = of_heads(self._heads, config.latent.value)
             return self._latents(prefix, parts.latent, config.latent), tensors.by_columns(prefix, parts.output, mixed), None

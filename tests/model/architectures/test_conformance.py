@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 
 from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
-from twostroke.model.captured_steps import ALL_EAGER, StepReplays
+from twostroke.model.captured_steps import StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
@@ -270,10 +270,8 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     num_blocks *= config.kv_groups.count
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
     max_context = config.max_position
-    replays = ALL_EAGER
-    if config.state is None:
-        replays = StepReplays(CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context))
-    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, replays)
+    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
+    return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, StepReplays(captured))
 
 
 def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT_LENGTHS) -> list[list[int]]:
