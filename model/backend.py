@@ -15,6 +15,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Activation, Quantization, Routing
 
 if TYPE_CHECKING:
+    from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
     from twostroke.model.checkpoint.quantization import QuantizedWeight
     from twostroke.model.parallel.context_parts import ContextParts
 
@@ -257,7 +258,7 @@ class Backend(Protocol):
         """
 
     def make_delta_net(self, weights: "DeltaWeights") -> "DeltaNet":
-        """A layer's gated delta net over these weights, whose tensors are used as they are."""
+        """Return a layer's gated delta net over these weights, whose tensors are used as they are."""
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """x [T, columns] times the sigmoids of gates [T, columns]; may be written into x."""

@@ -295,10 +295,11 @@ def _graphs(
 def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
     """Return the shapes of steps with prompts that get graphs: none where the host must know the contexts' lengths.
 
-    Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more. Nor are there
-    any of one of several stages.
+    Latents are expanded part by part, as far as contexts go, and states are computed row by row of block tables; what
+    transformers computes may ask for more. Nor are there any of one of several stages.
     """
-    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.parallel.has_stages:
+    layout = kv_cache.layout
+    if not isinstance(decoder, Decoder) or layout.kinds == 1 or layout.state_numbers or config.parallel.has_stages:
         return []
     most = most_rows(decoder.parameters_a_layer, config.announces_layers)
     return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most)

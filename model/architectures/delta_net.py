@@ -60,7 +60,7 @@ class DeltaNet:
         if first:
             self.decode(inputs, strengths, kv_layer, layout, out)
         if first < layout.context_lens.numel():
-            mixed, gate = inputs.split((sizes.conv_width, sizes.value_width), dim=1)
+            mixed, gate = torch.split(inputs, [sizes.conv_width, sizes.value_width], dim=1)
             mixed, (beta, decay) = mixed.float(), self._beta_and_decay(strengths)
             states = _States(kv_layer, sizes, weights.kv_heads)
             starts, ends = layout.query_starts.tolist(), layout.context_lens.tolist()
@@ -81,7 +81,7 @@ class DeltaNet:
         """
         weights, count, sizes = self.weights, layout.num_decodes, self.weights.sizes
         states = _States(kv_layer, sizes, weights.kv_heads)
-        mixed, gate = inputs[:count].split((sizes.conv_width, sizes.value_width), dim=1)
+        mixed, gate = torch.split(inputs[:count], [sizes.conv_width, sizes.value_width], dim=1)
         beta, decay = self._beta_and_decay(strengths[:count])
         positions, tables, size = layout.positions[:count], layout.block_tables[:count].long(), states.block_size
         rows = torch.arange(count, device=mixed.device)
@@ -127,7 +127,7 @@ class DeltaNet:
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of each value head [T, heads, key or value] of the convolution's results."""
         sizes = self.weights.sizes
-        q, k, v = functional.silu(convolved).split((sizes.key_width, sizes.key_width, sizes.value_width), dim=1)
+        q, k, v = torch.split(functional.silu(convolved), [sizes.key_width, sizes.key_width, sizes.value_width], dim=1)
         each = sizes.value_heads // sizes.key_heads
 
         def of_value_heads(rows: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _States:
         sizes, groups, count = self._sizes, self._kv_heads, len(blocks)
         halves = matrix.reshape(count, groups, sizes.value_heads // groups, 2, -1).permute(3, 0, 1, 2, 4)
         halves = halves.reshape(2, count, groups, -1)
-        keys, values = inputs.split((2 * sizes.key_width, sizes.value_width), dim=1)
+        keys, values = torch.split(inputs, [2 * sizes.key_width, sizes.value_width], dim=1)
         keys = keys.reshape(count, 2, groups, -1).transpose(1, 2).reshape(count, groups, -1)
         values = values.reshape(count, groups, -1)
         seen = num_tokens.to(torch.float32)[:, None, None].expand(-1, groups, 1)
@@ -191,7 +191,7 @@ class _States:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Run tokens of one sequence through the rule; return their outputs [heads, T, value], and the matrices behind them.
+    """Run tokens of one sequence through the rule. Return their outputs [heads, T, value] and the matrices behind them.
 
     q, k [heads, T, key], v [heads, T, value], beta and the logarithms of decays [heads, T], `matrix` [heads, key,
     value] before the first one; all fp32.
@@ -212,7 +212,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, mat
     system = ((beta[..., None] * k) @ k.transpose(2, 3)) * apart  # the diagonal is taken for ones
     both = torch.cat((beta[..., None] * v, (beta * total.exp())[..., None] * k), dim=3)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    values, keys = solved.split((v.shape[3], k.shape[3]), dim=3)
+    values, keys = torch.split(solved, [v.shape[3], k.shape[3]], dim=3)
     scores = (q @ k.transpose(2, 3)) * apart
     q = q * total.exp()[..., None]
     k = k * (total[..., -1:] - total).exp()[..., None]

@@ -216,7 +216,11 @@ class _DecoderLoader:
             return self._backend.make_delta_net(self._delta(prefix, parts.delta, sizes)), output, None
         if parts.latent is not None and config.latent is not None:
             mixed = of_heads(self._heads, config.latent.value)
-            return self._latents(prefix, parts.latent, config.latent), tensors.by_columns(prefix, parts.output, mixed), None
+            return (
+                self._latents(prefix, parts.latent, config.latent),
+                tensors.by_columns(prefix, parts.output, mixed),
+                None,
+            )
         output = tensors.by_columns(prefix, parts.output, self._query_rows)
         if parts.gates_output:
             qkv, gate = self._gated(prefix)
@@ -279,7 +283,7 @@ class _DecoderLoader:
         """Return parts of a projection whose rows are, key head by key head, so many of each part."""
         rows = of_heads(heads, sum(widths))
         of_head = torch.arange(rows.stop - rows.start).view(-1, sum(widths))
-        places = torch.cat([some.reshape(-1) for some in of_head.split(list(widths), dim=1)])
+        places = torch.cat([some.reshape(-1) for some in torch.split(of_head, list(widths), dim=1)])
         return [self._tensors.at_places(prefix, part, rows, places)]
 
     def _ends(self) -> EndWeights:

@@ -21,10 +21,11 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cpu import latents, linears
 from twostroke.model.cpu.experts import make_experts
-from twostroke.model.cpu.kernels import attention, delta_net, elementwise, experts
+from twostroke.model.cpu.kernels import attention, elementwise, experts
 from twostroke.model.cpu.kernels.core_lending import CoreLending
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
+from twostroke.model.cpu.kernels.states import delta_net
 from twostroke.model.parallel.context_parts import ContextParts
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -349,6 +350,14 @@ class CudaBackend:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
 
     write_latents = staticmethod(write_latents)
+
+    def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
+        """Implement Backend.make_delta_net with torch's kernels."""
+        return DeltaNet(weights)
+
+    def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Implement Backend.gate_rows."""
+        return x * torch.sigmoid(gates)
 
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> CudaLatentAttention:
         return CudaLatentAttention(heads, self._target, parts)

@@ -76,7 +76,9 @@ def _read_sizes(fields: ConfigFields, num_kv_heads: int) -> DeltaSizes:
         taps=fields.integer("linear_conv_kernel_dim", default=4),
     )
     if sizes.value_heads % sizes.key_heads:
-        raise fields.error("linear_num_value_heads", f"{sizes.value_heads} is no multiple of {sizes.key_heads} key heads")
+        raise fields.error(
+            "linear_num_value_heads", f"{sizes.value_heads} is no multiple of {sizes.key_heads} key heads"
+        )
     if sizes.key_heads % num_kv_heads:
         raise fields.error(
             "linear_num_key_heads", f"{sizes.key_heads} is no multiple of num_key_value_heads, which is {num_kv_heads}"

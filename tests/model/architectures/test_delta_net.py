@@ -8,6 +8,8 @@ from torch.nn import functional
 from twostroke.model.architectures.delta_net import CHUNK, DeltaNet, DeltaWeights, delta_rule
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.config import DeltaSizes
+from twostroke.model.cpu.backend import CpuDeltaNet
+from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.step import SequenceStep
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key=8, value=6, taps=4)
@@ -50,7 +52,7 @@ class Product:
         self.out_features = len(weight)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return x @ self._weight.T
+        return (x.float() @ self._weight.T).to(out_dtype or x.dtype)
 
     def embed(self, token_ids: Tensor, first: int, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
@@ -58,32 +60,34 @@ class Product:
 
 @pytest.fixture
 def net() -> DeltaNet:
+    return DeltaNet(random_weights())
+
+
+def random_weights() -> DeltaWeights:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    return DeltaNet(
-        DeltaWeights(
-            inputs=Product(draw(SIZES.conv_width + SIZES.value_width, HIDDEN)),
-            strengths=Product(draw(2 * SIZES.value_heads, HIDDEN)),
-            conv=draw(SIZES.conv_width, SIZES.taps),
-            decay=draw(SIZES.value_heads).exp(),
-            decay_bias=draw(SIZES.value_heads),
-            norm=draw(SIZES.value),
-            eps=1e-6,
-            sizes=SIZES,
-            kv_heads=KV_HEADS,
-        )
+    return DeltaWeights(
+        inputs=Product(draw(SIZES.conv_width + SIZES.value_width, HIDDEN)),
+        strengths=Product(draw(2 * SIZES.value_heads, HIDDEN)),
+        conv=draw(SIZES.conv_width, SIZES.taps),
+        decay=draw(SIZES.value_heads).exp(),
+        decay_bias=draw(SIZES.value_heads),
+        norm=draw(SIZES.value),
+        eps=1e-6,
+        sizes=SIZES,
+        kv_heads=KV_HEADS,
     )
 
 
-def cache(num_blocks: int) -> Tensor:
-    return torch.zeros(num_blocks, 2, KV_HEADS, BLOCK, 16)
+def cache(num_blocks: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(num_blocks, 2, KV_HEADS, BLOCK, 16 * 4 // dtype.itemsize, dtype=dtype)
 
 
 def layout(*sequences: tuple[int, int, list[int]]) -> BatchLayout:
-    """Of (first position, tokens, block table) of each sequence; single tokens come first."""
+    """Lay out sequences of (first position, tokens, block table) each; single tokens come first."""
     steps = [SequenceStep([0] * count, start, table, None) for start, count, table in sequences]
     return make_layout(steps, BLOCK, torch.device("cpu"))
 
@@ -111,7 +115,7 @@ def test_sequences_of_a_step_do_not_touch_each_other(net: DeltaNet) -> None:
 
 
 def test_each_full_row_keeps_the_state_behind_it(net: DeltaNet) -> None:
-    """So another sequence may go on from any of them, as from a prefix."""
+    # Another sequence may go on from any of them, as from a prefix.
     x = torch.randn((30, HIDDEN), generator=torch.Generator().manual_seed(3))
     states = cache(7)
     expected = net(x, states, layout((0, 30, [0, 1, 2, 3])))
@@ -129,6 +133,26 @@ def test_a_state_that_has_seen_other_tokens_gives_no_number(net: DeltaNet, count
     for start in (4, 5):  # one of its tokens again, and the next one
         found = net(x[start : start + count], states.clone(), layout((start, count, [0])))
         assert bool(found.isnan().all()) == (start == 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_cpus_computes_single_tokens_as_torch_does(net: DeltaNet, dtype: torch.dtype) -> None:
+    lengths, generator = (0, 1, 7, 8, 13, 16), torch.Generator().manual_seed(5)
+    ours, theirs = CpuDeltaNet(random_weights(), Launcher()), cache(3 * len(lengths), dtype)
+    sequences = [(length, 1, [3 * index, 3 * index + 1, 3 * index + 2]) for index, length in enumerate(lengths)]
+    for length, _, table in sequences:
+        if length:
+            net(torch.randn((length, HIDDEN), generator=generator).to(dtype), theirs, layout((0, length, table)))
+    own = theirs.clone()
+    for step in range(4):
+        x = torch.randn((len(lengths), HIDDEN), generator=generator).to(dtype)
+        at = layout(*((length + step, 1, table) for length, _, table in sequences))
+        expected, found = net(x, theirs, at), ours(x, own, at)
+        torch.testing.assert_close(found, expected, rtol=2e-4 if dtype == torch.float32 else 2e-2, atol=1e-5)
+        assert found.isfinite().all()
+    torch.testing.assert_close(own.view(torch.float32), theirs.view(torch.float32), rtol=1e-4, atol=1e-5)
+    again = ours(x, own, at)  # a token that the states have seen, but for the row before where it is a row's first
+    assert again.isnan().all(1).tolist() == [(length + 3) % BLOCK > 0 for length in lengths]
 
 
 def test_every_number_of_a_state_has_room_in_a_block(net: DeltaNet) -> None:

@@ -61,6 +61,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
+    "delta nets": FAMILY_SHAPES["qwen3_5"]
+    | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 

@@ -90,9 +90,9 @@ def _rewrite(before, after, k, update, decay, is_first):
 
 @Kernels
 def _delta_step(words):
-    """words: inputs, strengths, convolution, decays, their biases, norm, cache, tables, positions, out, inputs' columns,
-    key heads, value heads, key, value, taps, KV heads, bytes of a block's part, tokens of a block, rows of a table,
-    eps."""
+    """words: inputs, strengths, convolution, decays, their biases, norm, cache, tables, positions, out, columns of
+    inputs, key heads, value heads, key, value, taps, KV heads, bytes of a block's part, tokens of a block, rows of a
+    table, eps; items are key heads of sequences."""
     items, columns, key_heads, value_heads = words[1], words[13], words[14], words[15]
     key, value, taps = words[16], words[17], words[18]
     kv_heads, part_bytes, size, width = words[19], words[20], words[21], words[22]
