@@ -341,8 +341,9 @@ class ModelShape:
 
     @property
     def kv_values(self) -> int:
-        """Numbers that the caches of all layers hold of one token."""
-        return self.kv_kinds * self.num_layers * self.kv_size
+        """Numbers that the caches of all layers hold of one token, states aside."""
+        layers = sum(not self.keeps_state(layer) for layer in range(self.num_layers))
+        return self.kv_kinds * layers * self.kv_size
 
 
 @dataclass(frozen=True, kw_only=True)
