@@ -244,8 +244,8 @@ def _state_operations(
 ) -> list[Operation]:
     """Return the operations of layers that keep a state, `rows` of which go through their outputs' projections.
 
-    A token multiplies each number of a state for the key's value, for the update, and for the query's (Yang et al. 2024,
-    eq. 10); each sequence's states are read once and written once.
+    A token multiplies each number of a state for the key's value, for the update, and for the query's (Yang et al.
+    2024, eq. 10). Each sequence's states are read once and written once.
     """
     inputs = shape.hidden_size * (state.conv_width + state.value_width + 2 * state.value_heads)
     output, around = shape.hidden_size * state.value_width, formats.attention_weight(shape)
