@@ -6,7 +6,7 @@ their tensors, and what its layers are made of, as data. ../decoder.py computes 
 
 from collections.abc import Mapping
 
-from twostroke.model.architectures.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from twostroke.model.architectures.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from twostroke.model.architectures.families.family import Family
 from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3, GEMMA3_OF_IMAGES
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
@@ -18,7 +18,7 @@ from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3,
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA3_OF_IMAGES),
     *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE),
 )
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}
 """Families by the name in the `architectures` of config.json."""

@@ -188,6 +188,14 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         "deepseek_v3", "DeepseekV3", **LATENT | EXPERT_GROUPS, q_lora_rank=24, moe_intermediate_size=20
     ),
     "deepseek_v3_halves": family("deepseek_v3", "DeepseekV3", **LATENT, q_lora_rank=40, rope_interleave=False),
+    "glm4_moe_lite": family(
+        "glm4_moe_lite",
+        "Glm4MoeLite",
+        **LATENT | EXPERT_GROUPS,
+        q_lora_rank=24,
+        moe_intermediate_size=20,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
     "glm": family("glm", "Glm", head_dim=16),
     "glm4": family("glm4", "Glm4", head_dim=24, num_key_value_heads=1, attention_bias=False),
     "mixtral": family("mixtral", "Mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=50),
