@@ -187,6 +187,11 @@ class LayerSpec:
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
 
 
+TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
+"""Prefixes in checkpoints that see images: what stands for `model.`, and before `lm_head.`. transformers' modules have
+the first pair, most files the second. Others name their text's tensors as checkpoints of text alone do."""
+
+
 @dataclass(frozen=True)
 class DecoderSpec:
     """Parts of a family's decoder, and their names in its checkpoints."""
@@ -199,6 +204,13 @@ class DecoderSpec:
     lm_head: str  # where embeddings are not tied
     norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
+    is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
+
+    def names_in_files(self, module: str) -> tuple[str, ...]:
+        """Return the names that checkpoints may have for a module of this decoder."""
+        inner = module.removeprefix("model.")
+        wrapped = TEXT_PREFIXES if self.is_wrapped else ()
+        return module, *(f"{head}{module}" if inner == module else f"{text}{inner}" for text, head in wrapped)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -267,10 +267,9 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
 
     def is_left(module: str) -> bool:
         return any(
-            re.match(pattern.removeprefix("re:"), module)
-            if pattern.startswith("re:")
-            else f".{pattern}." in f".{module}."
+            re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
             for pattern in stored.left
+            for name in config.spec.names_in_files(module)
         )
 
     dimensions = 3 if stored.method == "mxfp4" else 2
