@@ -157,7 +157,7 @@ def test_a_tensor_of_the_text_that_nobody_knows_is_refused_as_ever(saved: Path, 
     save_file(tensors, tmp_path / SINGLE_FILE)
     (tmp_path / "config.json").write_text(json.dumps(config_of(saved)))
     config = load_model_config(saved)
-    with pytest.raises(ConfigError, match=r"tensor model\.layers\.0\.another_norm\.weight is none of a .*text alone. decoder"):
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.another_norm\.weight is none of a .*text alone. decoder"):
         Checkpoint(tmp_path, config)
 
 
