@@ -291,7 +291,7 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
 
 
 def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | None:
-    """chat_template.jinja, else tokenizer_config.json's, else chat_template.json's, where checkpoints that see images had
+    """chat_template.jinja, else tokenizer_config.json's, else chat_template.json's, where those that see images had
     theirs before 2025; of several named ones, the one named default."""
     path = folder / "chat_template.jinja"
     if path.exists():
