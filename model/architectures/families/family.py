@@ -282,8 +282,8 @@ def _read_scaling(
         return RopeConfig(type=kind, factor=factor)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", f"{high} must be greater than low_freq_factor, which is {low}")
+        if high < low:  # Llama 4's are equal: no wavelength lies between
+            raise rope.error("high_freq_factor", f"{high} must not be less than low_freq_factor, which is {low}")
         return RopeConfig(
             kind, factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position=original
         )
