@@ -73,6 +73,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """Scale of a query by its position p, for long contexts: 1 + factor * ln(1 + floor((p + shift) / tokens))."""
+
+    tokens: int
+    factor: float
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class Projection:
     """One matrix of a layer."""
 
@@ -151,7 +160,10 @@ class ExpertsSpec:
     gate: Projection  # `*` in a name stands for the expert's number
     up: Projection
     down: Projection
-    are_stacked: bool = False  # one tensor of all experts [number, in, out], `.weight` left out; gate, up take turns
+    # One tensor of all experts [number, in, out], `.weight` left out; columns of gate and up take turns, where
+    # `up.first_row` does not say where the latter begin.
+    are_stacked: bool = False
+    scales_input: bool = False  # the one chosen expert's input is multiplied by its score's sigmoid, not its result
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside
     shared_gate: Projection | None = None  # whose sigmoid the shared one's result is multiplied by
@@ -176,6 +188,7 @@ class LayerSpec:
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
     k_norm: str | None = None
+    normalises_rotated: bool = False  # norms without weights of each head's queries and keys, where they are rotated
     q_row_norm: str | None = None  # of all heads' queries of a token together, and of its keys
     k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
@@ -225,7 +238,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
-    windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
+    # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
+    windows: tuple[int, ...] = ()
     latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
 
     @property
@@ -234,7 +248,7 @@ class ModelShape:
         return 2 if self.latent is None else 1
 
     def window(self, layer: int) -> int:
-        """Tokens; 0: all."""
+        """Return what a layer attends to, as kv_layout.first_seen takes it; 0: all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -292,6 +306,8 @@ class ModelConfig(ModelShape):
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
     local_rope: RopeConfig | None = None
     local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
+    query_scale: QueryScale | None = None
+    scaled_layers: frozenset[int] = frozenset()  # whose queries `query_scale` multiplies
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim), which no latents' is
     soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
     activation: Activation = "silu"

@@ -59,7 +59,10 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 """Fields that change what some decoder computes, tensors being the same, and the values with which they don't."""
 
 
-ROPE_CHANGES: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("short_mscale", "long_mscale", "alpha"), (None, 1))
+ROPE_CHANGES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("short_mscale", "long_mscale", "alpha"), (None, 1)),
+    "llama_4_scaling_beta": _NOTHING,
+}
 """The same of the objects that describe the rotation."""
 
 

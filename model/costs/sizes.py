@@ -104,7 +104,9 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}
+            shapes[part.name] = count, columns, rows
+            if part.has_bias:
+                shapes[f"{part.name}_bias"] = count, rows
         return shapes
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):

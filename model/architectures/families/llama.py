@@ -14,6 +14,7 @@ from twostroke.model.architectures.families.family import (
     with_experts,
     with_one_gate_up,
     with_one_qkv,
+    with_query_scale,
 )
 from twostroke.model.config import ExpertsSpec, ModelConfig, Projection
 
@@ -39,6 +40,19 @@ def read_ministral_config(fields: ConfigFields) -> ModelConfig:
     return read_decoder(fields, decoder_spec("Ministral"), Defaults(max_position=131_072, windows=windows))
 
 
+_MINISTRAL3_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+
+
+def read_ministral3_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    fields = fields.over({"rope_parameters": _MINISTRAL3_ROPE})
+    defaults = Defaults(head_dim=128, rms_norm_eps=1e-5, max_position=262_144, windows=Windows())
+    return with_query_scale(read_decoder(fields, decoder_spec("Ministral 3"), defaults), fields)
+
+
 def read_mixtral_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     defaults = Defaults(rms_norm_eps=1e-5, rope_theta=1e6, max_position=131_072, windows=Windows())
@@ -51,6 +65,7 @@ def read_mixtral_config(fields: ConfigFields) -> ModelConfig:
 
 MISTRAL = Family("MistralForCausalLM", model_type="mistral", read_config=read_mistral_config)
 MINISTRAL = Family("MinistralForCausalLM", model_type="ministral", read_config=read_ministral_config)
+MINISTRAL3 = Family("Ministral3ForCausalLM", model_type="ministral3", read_config=read_ministral3_config)
 MIXTRAL = Family("MixtralForCausalLM", model_type="mixtral", read_config=read_mixtral_config)
 
 

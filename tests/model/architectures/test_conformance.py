@@ -88,6 +88,15 @@ EXPERT_GROUPS: dict[str, Any] = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     **{"routed_scaling_factor": 1.7, "num_hidden_layers": 3},
 }
+LLAMA4: dict[str, Any] = {
+    **{"head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 5, "intermediate_size": 40},
+    **{"intermediate_size_mlp": 56, "floor_scale": 50, "attn_scale": 0.5},
+}
+# Queries are scaled by how often their position exceeds 64.
+SCALED: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+}
 W, F = "sliding_attention", "full_attention"
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "mistral": family("mistral", "Mistral", head_dim=24, sliding_window=None),
@@ -95,6 +104,7 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "ministral": family(
         "ministral", "Ministral", head_dim=24, num_hidden_layers=3, sliding_window=100, layer_types=[W, F, W]
     ),
+    "ministral3": family("ministral3", "Ministral3", head_dim=24, rope_parameters=SCALED),
     "qwen2": family("qwen2", "Qwen2", num_key_value_heads=1, tie_word_embeddings=True),
     "qwen2_window": family("qwen2", "Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1),
     "qwen3": family("qwen3", "Qwen3", head_dim=24),
@@ -235,6 +245,27 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.7,
         num_nextn_predict_layers=0,
     ),
+    "llama4": family(
+        "llama4_text",
+        "Llama4",
+        **LLAMA4,
+        attention_chunk_size=32,  # whole blocks
+        interleave_moe_layer_step=1,
+        rope_scaling={
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "llama4_dense_between": family(
+        "llama4_text",
+        "Llama4",
+        **LLAMA4,
+        attention_chunk_size=37,
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        no_rope_layers=[1, 0, 1, 0],
+        attention_bias=True,
+    ),
     "gpt_oss": family(
         "gpt_oss",
         "GptOss",
@@ -265,6 +296,9 @@ def reference(
     folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, auto_class: Any = AutoModelForCausalLM
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Return transformers' tokens, and its margins between the best two logits, [prompts, new_tokens]."""
+    if load_model_config(folder).query_scale and len(prompts) > 1:  # transformers counts padding as positions there
+        tokens, margins = zip(*[reference(folder, [prompt], new_tokens, auto_class) for prompt in prompts], strict=True)
+        return [row for rows in tokens for row in rows], torch.cat(margins)
     reference_model = auto_class.from_pretrained(folder, dtype=torch.float32).eval()
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])

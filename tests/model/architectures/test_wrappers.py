@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from tests.model.architectures.test_conformance import (
     FEW_TOKENS,
     MIN_MARGIN,
+    SCALED,
     F,
     W,
     make_runner,
@@ -66,21 +67,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         **QWEN_TOKENS,
     },
+    "llama4": {
+        "text_config": TEXT
+        | {
+            **{"head_dim": 24, "num_local_experts": 3, "intermediate_size_mlp": 40, "attention_chunk_size": 48},
+            **{"interleave_moe_layer_step": 2, "no_rope_layers": [1, 0, 1], "floor_scale": 20, "attn_scale": 0.5},
+        },
+        "vision_config": SEES
+        | {"intermediate_size": 64, "projector_input_dim": 8, "projector_output_dim": 8}
+        | {"vision_output_dim": 8, "patch_size": 14},
+    },
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
         "vision_config": SEES | {"model_type": "pixtral", "head_dim": 8},
         "image_token_index": 95,
         "tie_word_embeddings": False,
     },
+    "mistral3:ministral3": {
+        "text_config": TEXT | {"model_type": "ministral3", "head_dim": 24, "rope_parameters": SCALED},
+        "vision_config": SEES | {"model_type": "pixtral", "head_dim": 8},
+        "image_token_index": 95,
+    },
 }
+"""Fields by model type, with `:` and a name where there are several."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random checkpoint as transformers saves it."""
-    fields, folder = MODELS[request.param], tmp_path_factory.mktemp(request.param)
+    kind, _, name = request.param.partition(":")
+    fields, folder = MODELS[request.param], tmp_path_factory.mktemp(f"{kind}_{name}")
     torch.manual_seed(2)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[request.param](**fields))
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[kind](**fields))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
@@ -164,11 +182,11 @@ def test_a_tensor_of_the_text_that_nobody_knows_is_refused_as_ever(saved: Path, 
 def test_modules_that_are_left_as_they_are_may_have_the_names_of_files(saved: Path) -> None:
     raw = config_of(saved)
     for text, head in TEXT_PREFIXES:
-        left = [f"{text}layers.0.mlp.up_proj", f"re:{text}layers.1.*", f"{head}lm_head"]
+        left = [f"{text}layers.0.self_attn.q_proj", f"re:{text}layers.1.*", f"{head}lm_head"]
         raw["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": left}
         forms = stored_forms(parse_model_config(raw, "config.json")).keys()
-        assert "model.layers.0.mlp.up_proj.weight" not in forms
-        assert "model.layers.0.mlp.down_proj.weight" in forms
+        assert "model.layers.0.self_attn.q_proj.weight" not in forms
+        assert "model.layers.0.self_attn.k_proj.weight" in forms
         assert not any(name.startswith(("model.layers.1.", "lm_head.")) for name in forms)
 
 
