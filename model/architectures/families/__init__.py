@@ -14,6 +14,7 @@ from twostroke.model.architectures.families.gpt_oss import GPT_OSS
 from twostroke.model.architectures.families.llama import (
     GRANITE,
     LLAMA,
+    MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
     MISTRAL,
@@ -29,7 +30,19 @@ from twostroke.model.architectures.families.wrappers import WRAPPERS
 _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3),
     *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, LLAMA4),
+    *(
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
+        GLM4_MOE,
+        GPT_OSS,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        GLM4_MOE_LITE,
+        LLAMA4,
+        MINIMAX_M2,
+    ),
     *WRAPPERS,
 )
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}

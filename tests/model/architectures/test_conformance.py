@@ -209,6 +209,14 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "glm": family("glm", "Glm", head_dim=16),
     "glm4": family("glm4", "Glm4", head_dim=24, num_key_value_heads=1, attention_bias=False),
     "mixtral": family("mixtral", "Mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=50),
+    "minimax_m2": family(
+        "minimax_m2",
+        "MiniMaxM2",
+        head_dim=24,
+        rotary_dim=12,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+    ),
     "qwen2_moe": family(
         "qwen2_moe",
         "Qwen2Moe",

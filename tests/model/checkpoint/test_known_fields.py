@@ -91,7 +91,9 @@ def test_parts_of_a_rotation_that_nobody_reads_are_refused_by_name(name: str) ->
     rope = {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(ConfigError, match=f"config.json: {name}.short_mscale: 1.2 changes what a model computes"):
         parse_model_config(raw | {name: rope | {"short_mscale": 1.2}}, "config.json")
-    with pytest.raises(ConfigError, match=f"config.json: {name}.llama_4_scaling_beta: 0.1 changes what a model computes"):
+    with pytest.raises(
+        ConfigError, match=f"config.json: {name}.llama_4_scaling_beta: 0.1 changes what a model computes"
+    ):
         parse_model_config(raw | {name: rope | {"llama_4_scaling_beta": 0.1}}, "config.json")
     assert parse_model_config(raw | {name: rope | {"short_mscale": 1.0}}, "config.json").rope.factor == 2.0
 
