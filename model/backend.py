@@ -86,7 +86,9 @@ class AttentionForm:
     """Terms of a layer's attention: how a query's scores become weights of its context's values."""
 
     scale: float
-    window: int = 0  # the last positions that a query attends to, its own included; 0: all
+    window: int = (
+        0  # the last positions that a query attends to, its own included; 0: all; a chunk's: its negative size
+    )
     soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
     sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
     kv_scales: KVScales = AS_THEY_ARE
@@ -234,13 +236,14 @@ class Backend(Protocol):
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """Normalise Q and K where there are norms, rotate them, and write K and V into the cache; may write into qkv.
 
         qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin; rotation in the
         half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
         float8_e4m3fn, is written at `layout.slots`: in FP8 as `reference.to_fp8` rounds, straight from fp32. Returns
-        the rotated Q, [T, H, D].
+        the rotated Q, [T, H, D], multiplied by `query_scales`, fp32 [max_position], of its positions.
         """
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
@@ -283,4 +286,4 @@ class Backend(Protocol):
         which they are chosen. Whatever the logits are, NaN too, those chosen are experts."""
 
     def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
-        """x [T, hidden] times the sigmoid of logits, fp32 [T, 1]; may be written into x."""
+        """x [T, hidden] times the sigmoid of each row's highest logit, fp32 [T, N]; may be written into x."""

@@ -76,6 +76,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """Scale of a query by its position p, for long contexts: 1 + factor * ln(1 + floor((p + shift) / tokens))."""
+
+    tokens: int
+    factor: float
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class Projection:
     """One matrix of a layer."""
 
@@ -209,7 +218,10 @@ class ExpertsSpec:
     gate: Projection  # `*` in a name stands for the expert's number
     up: Projection
     down: Projection
-    are_stacked: bool = False  # one tensor of all experts [number, in, out], `.weight` left out; gate, up take turns
+    # One tensor of all experts [number, in, out], `.weight` left out; columns of gate and up take turns, where
+    # `up.first_row` does not say where the latter begin.
+    are_stacked: bool = False
+    scales_input: bool = False  # the one chosen expert's input is multiplied by its score's sigmoid, not its result
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside
     shared_gate: Projection | None = None  # whose sigmoid the shared one's result is multiplied by
@@ -234,6 +246,7 @@ class LayerSpec:
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
     k_norm: str | None = None
+    normalises_rotated: bool = False  # norms without weights of each head's queries and keys, where they are rotated
     q_row_norm: str | None = None  # of all heads' queries of a token together, and of its keys
     k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
@@ -245,6 +258,11 @@ class LayerSpec:
     gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
     delta: DeltaSpec | None = None  # instead of attention, in `ModelShape.state_layers`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
+
+
+TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
+"""Prefixes in checkpoints that see images: what stands for `model.`, and before `lm_head.`. transformers' modules have
+the first pair, most files the second. Others name their text's tensors as checkpoints of text alone do."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +277,13 @@ class DecoderSpec:
     lm_head: str  # where embeddings are not tied
     norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
+    is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
+
+    def names_in_files(self, module: str) -> tuple[str, ...]:
+        """Return the names that checkpoints may have for a module of this decoder."""
+        inner = module.removeprefix("model.")
+        wrapped = TEXT_PREFIXES if self.is_wrapped else ()
+        return module, *(f"{head}{module}" if inner == module else f"{text}{inner}" for text, head in wrapped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +298,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
-    windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
+    # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
+    windows: tuple[int, ...] = ()
     latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
     state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
 
@@ -298,7 +324,7 @@ class ModelShape:
         return 2 if self.latent is None else 1
 
     def window(self, layer: int) -> int:
-        """Tokens; 0: all."""
+        """Return what a layer attends to, as kv_layout.first_seen takes it; 0: all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -357,6 +383,8 @@ class ModelConfig(ModelShape):
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
     local_rope: RopeConfig | None = None
     local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
+    query_scale: QueryScale | None = None
+    scaled_layers: frozenset[int] = frozenset()  # whose queries `query_scale` multiplies
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim), which no latents' is
     soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
     activation: Activation = "silu"

@@ -17,6 +17,9 @@ Where all layers keep everything there is one tensor a layer. Where some keep a 
 equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
 set apart for either. Each stage cuts its own layers so, into as many groups, with the same windows.
 
+A window may also be a chunk: a token attends to those of its own chunk, which begins at a multiple of the chunk's size.
+Its number is the negative size: the same numbers that say what attention sees then say what is kept.
+
 A request has a block table with a row for each `block_size` tokens, and in each row one block id for every group, or
 NO_BLOCK where the group's window has left the row behind, or has not come to it. A table is one flat list, row by row.
 """
@@ -45,11 +48,28 @@ TYPICAL_TOKENS = 2048
 """Tokens of a request whose length is not known."""
 
 
+def first_seen(window: int, position: int) -> int:
+    """Return the first position that the token at `position` attends to.
+
+    `window`: 0 for all, else the last tokens, itself included, or of a chunk the negative size.
+    """
+    if window < 0:
+        return position - position % -window
+    return max(0, position + 1 - window) if window else 0
+
+
+def mean_seen(window: int, context: float) -> float:
+    """Return how many of `context` tokens the last one attends to: of chunks that lie behind others, half on average."""
+    if window < 0 and context > -window:
+        return -window / 2
+    return min(context, abs(window) or context)
+
+
 @dataclass(frozen=True)
 class KVGroups:
     """The layers that share block tables, and the tensor of the cache that each writes into."""
 
-    windows: tuple[int, ...]  # of each group: how many of the last tokens its layers attend to; 0: all
+    windows: tuple[int, ...]  # of each group: what its layers attend to, as to `first_seen`
     of_layer: tuple[int, ...]  # each layer's group
     tensor_of_layer: tuple[int, ...]
 
@@ -73,12 +93,11 @@ class KVGroups:
 
     def first_kept(self, group: int, num_tokens: int) -> int:
         """The first token that the one after `num_tokens` others attends to in this group's layers."""
-        window = self.windows[group]
-        return max(0, num_tokens + 1 - window) if window else 0
+        return first_seen(self.windows[group], num_tokens)
 
     def most_rows(self, group: int, block_size: int, step_tokens: int) -> int:
         """Return the table rows that a group with a window needs at once, a step of `step_tokens` included."""
-        return (self.windows[group] + step_tokens + block_size - 2) // block_size + 1
+        return (abs(self.windows[group]) + step_tokens + block_size - 2) // block_size + 1
 
     def blocks_of(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` tokens takes at once, in steps of so many at most."""
@@ -110,17 +129,17 @@ class KVGroups:
     def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
         """Return the part of the KV of so many tokens, over all layers, that a transfer sends."""
         windows = self.layer_windows
-        return sum(min(1.0, window / num_tokens) if window else 1.0 for window in windows) / len(windows)
+        return sum(mean_seen(window, num_tokens) / num_tokens for window in windows) / len(windows)
 
 
 @lru_cache
 def group_layers(windows: tuple[int, ...]) -> KVGroups:
-    """Cut layers with these windows (0: all tokens) into groups, each as large as the smaller kind of layers.
+    """Cut layers with these windows (as to `first_seen`) into groups, each as large as the smaller kind of layers.
 
     So what groups lack to be equally large is memory that nobody uses: some percent where kinds have odd numbers. The
     first group is one that keeps everything, where there is one: its blocks are what a prefix is known by.
     """
-    kinds = sorted(set(windows))
+    kinds = sorted(set(windows), key=abs)
     size = min(windows.count(kind) for kind in kinds)
     of_layer, tensors, of_groups = [0] * len(windows), [0] * len(windows), list[int]()
     for kind in kinds:
@@ -171,7 +190,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     block_size: int  # tokens
     tp_size: int = 1
     version: int = 1  # of this very arrangement
-    windows: tuple[int, ...] = ()  # of each layer, in tokens, 0: it keeps all; (): all keep all
+    windows: tuple[int, ...] = ()  # of each layer, as to `first_seen`; (): all keep all
     kinds: int = 2  # of rows: keys and values; 1: latents
     pp_size: int = 1
     context_ranks: int = 1  # of a stage, that share each block's tokens; 1: all of its ranks hold all of them
@@ -333,7 +352,7 @@ def _fault(layout: KVLayout) -> str | None:
         needed = least_block_tokens(layout.state_numbers, layout.head_dim, DTYPE_BYTES[layout.dtype])
         if layout.block_size < needed:
             return f"blocks of {layout.block_size} tokens have no room for a state, which takes {needed}"
-    if layout.windows and (len(layout.windows) != layout.num_layers or min(layout.windows) < 0):
+    if layout.windows and len(layout.windows) != layout.num_layers:
         return f"the windows are not those of {layout.num_layers} layers"
     small, large = sorted((layout.tp_size, layout.num_kv_heads))
     if large % small:

@@ -52,6 +52,7 @@ class RoutedWeights:
     correction: Tensor | None  # fp32 [experts]
     routing: Routing
     experts: Experts  # this rank's summand
+    scales_input: bool  # as ExpertsSpec's
     shared_gate: Linear | None  # hidden -> 1: of the MLP beside
 
 
@@ -72,6 +73,7 @@ class LayerWeights:
     attention_norm: Tensor | None  # [hidden]
     output_norm: Tensor | None  # [hidden]
     output_gate: Linear | None = None  # hidden -> H D, whose sigmoid the attention's result is multiplied by
+    query_scales: Tensor | None = None  # fp32 [max_context], shared likewise
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Decoder:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
             qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
         return backend.rope_and_write_kv(
-            qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales
+            qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales, layer.query_scales
         )
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
@@ -271,6 +273,8 @@ class Decoder:
             return beside, False
         logits = routed.router(x, out_dtype=torch.float32)
         chosen = backend.route(logits, routed.correction, routed.routing)
+        if routed.scales_input:
+            x = backend.gate_by_sigmoid(x, logits)
         y = routed.experts(x, chosen)
         if beside is None:  # else an all-reduce is needed anyway
             if not expert_sums.pays(y, routed.routing.top_k, self._parallel.shard):

@@ -15,7 +15,7 @@ from twostroke.model.architectures.decoder import (
     RoutedWeights,
 )
 from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
-from twostroke.model.architectures.rope import cos_sin_table, head_order
+from twostroke.model.architectures.rope import cos_sin_table, head_order, query_scale_table
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -172,6 +172,8 @@ class _DecoderLoader:
         self._experts = _ExpertsLoader(checkpoint, options, shard)
         self._order = head_order(config.rope, config.rotary_dim)
         self._heads = shard.part(config.num_heads)
+        scales = query_scale_table(config.query_scale, options.max_context)
+        self._query_scales = None if scales is None else scales.to(options.device)
         self._query_rows = of_heads(self._heads, config.head_dim)
         self._kv_rows = of_heads(shard.kv_heads(config.num_kv_heads), config.head_dim)
 
@@ -198,12 +200,13 @@ class _DecoderLoader:
             mlp=self._mlp(prefix, config.mlp_of(index)),
             routed=self._routed(prefix, config.experts_of(index)),
             cos_sin=cos_sin,
-            head_norms=None if keeps_state else self._head_norms(prefix),
+            head_norms=None if keeps_state else self._head_norms(prefix, index),
             row_norms=None if keeps_state else self._row_norms(prefix),
             attention=self._attention_form(prefix, index),
             attention_norm=self._norm_if_any(prefix, parts.attention_norm),
             output_norm=self._norm_if_any(prefix, parts.output_norm),
             output_gate=output_gate,
+            query_scales=self._query_scales if index in config.scaled_layers else None,
         )
 
     def _mixer(self, index: int, prefix: str) -> tuple[Linear | LatentWeights | DeltaNet, Linear, Linear | None]:
@@ -343,6 +346,7 @@ class _DecoderLoader:
             correction=correction,
             routing=spec.routing,
             experts=self._backend.make_experts(weights, self._config.activation, held, dtype),
+            scales_input=spec.scales_input,
             shared_gate=None if spec.shared_gate is None else self._tensors.whole(prefix, spec.shared_gate),
         )
 
@@ -358,12 +362,15 @@ class _DecoderLoader:
     def _norm_if_any(self, prefix: str, name: str | None) -> Tensor | None:
         return None if name is None else self._tensors.norm(f"{prefix}{name}")
 
-    def _head_norms(self, prefix: str) -> HeadNorms | None:
-        parts = self._config.spec.layer
+    def _head_norms(self, prefix: str, index: int) -> HeadNorms | None:
+        config, parts = self._config, self._config.spec.layer
+        if parts.normalises_rotated and config.rope_of(index) is not None:  # rotation changes no head's norm
+            ones = torch.ones(config.head_dim, device=self._options.device)
+            return HeadNorms(ones, ones, config.rms_norm_eps)
         if parts.q_norm is None:
             return None
         q, k = (in_order(self._tensors.norm(f"{prefix}{name}"), self._order) for name in (parts.q_norm, parts.k_norm))
-        return HeadNorms(q, k, self._config.rms_norm_eps)
+        return HeadNorms(q, k, config.rms_norm_eps)
 
     def _row_norms(self, prefix: str) -> RowNorms | None:
         parts = self._config.spec.layer
@@ -411,6 +418,14 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
     return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
 
 
+def _columns(spec: ExpertsSpec, inner: slice) -> Tensor:
+    """Return where stacked experts have these features: those of the gates, then those of the ups."""
+    if spec.up.first_row:
+        gates = torch.arange(inner.start, inner.stop)
+        return torch.cat([gates, spec.up.first_row + gates])
+    return torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
+
+
 class _ExpertsLoader:
     """Reads a rank's part of a layer's experts, and nothing else of them."""
 
@@ -430,9 +445,8 @@ class _ExpertsLoader:
             parts += parts[:1] * spare
             places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None
-        if spec.are_stacked:
-            of_inner = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
-            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, of_inner]
+        if spec.are_stacked and spec.gate.has_bias:
+            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, _columns(spec, inner)]
             if shard.has_whole_experts or shard.rank == 0:  # counts once
                 down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held, spare)
         return ExpertWeights(
@@ -453,12 +467,12 @@ class _ExpertsLoader:
         return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
 
     def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
-        """Return weights as `_of_one`, from tensors that stack all experts, in which rows of gate and up alternate."""
+        """Return weights as `_of_one`, from tensors that stack all experts."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
             for part in (spec.gate, spec.down)
         )
-        rows = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
+        rows = _columns(spec, inner)
         return (
             [gate_up[0].T[rows] if isinstance(gate_up, Tensor) else gate_up.rows(rows)],
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),

@@ -1,6 +1,6 @@
 """Interfaces of a checkpoint's files: tensors by name, and quantised weights composed of several tensors."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import WeightForm
+from twostroke.model.config import TEXT_PREFIXES, WeightForm
 
 WHOLE = slice(None)
 
@@ -70,6 +70,16 @@ class RenamedTensor:
 
     def content(self, name: str) -> memoryview:
         return self._file.content(self._name_there)
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the tensors of the text in a checkpoint that sees images: their names there by those of text alone."""
+    names = list(names)
+    for text, head in TEXT_PREFIXES:
+        of_text = {f"model.{name.removeprefix(text)}": name for name in names if name.startswith(text)}
+        if of_text:
+            return of_text | {name.removeprefix(head): name for name in names if name.startswith(f"{head}lm_head.")}
+    return {name: name for name in names if name.startswith(("model.", "lm_head."))}
 
 
 _ROWS_AT_ONCE = 1024

@@ -26,6 +26,7 @@ from twostroke.model.checkpoint.tensor_file import (
     StoredWeight,
     TensorFile,
     equal_tensors,
+    text_names,
 )
 from twostroke.model.config import ModelConfig, WeightForm
 from twostroke.model.costs.sizes import expected_shapes, num_parameters
@@ -84,6 +85,7 @@ class Checkpoint:
     def __init__(self, folder: Path, config: ModelConfig):
         self._folder = folder
         self._paths, self._files = open_tensors(folder)
+        self._towers = self._take_text() if config.spec.is_wrapped else frozenset()
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
@@ -98,6 +100,11 @@ class Checkpoint:
         and has fast kernels everywhere."""
         found = self._dtypes[f"{self._config.spec.embedding}.weight"]
         return torch.bfloat16 if self._stored and found == torch.float16 else found
+
+    @property
+    def num_tower_tensors(self) -> int:
+        """Number of tensors of the parts that see images, which nothing reads."""
+        return len(self._towers)
 
     @property
     def forms(self) -> Mapping[str, WeightForm]:
@@ -191,6 +198,19 @@ class Checkpoint:
             if name in self._files
         }
 
+    def _take_text(self) -> frozenset[str]:
+        """Give the text's tensors the names of text alone. Returns the others."""
+        names = text_names(self._paths)
+        towers = self._paths.keys() - names.values()
+        self._files = {tower: self._files[tower] for tower in towers} | {
+            name: self._files[there] if name == there else RenamedTensor(self._files[there], name, there)
+            for name, there in names.items()
+        }
+        self._paths = {tower: self._paths[tower] for tower in towers} | {
+            name: self._paths[there] for name, there in names.items()
+        }
+        return frozenset(towers)
+
     def _with_ends(self, config: ModelConfig) -> ModelConfig:
         """Tie embedding and LM head where the config does: they are one tensor by either name, or by both. A head that
         differs was trained, and is kept, as transformers does."""
@@ -218,6 +238,8 @@ class Checkpoint:
             known.add(f"{config.spec.lm_head}.weight")
         for name, path in self._paths.items():
             if name in known or name.endswith(".rotary_emb.inv_freq") or name.startswith(config.spec.ignored):
+                continue
+            if name in self._towers:
                 continue
             if self._stored and (name.endswith(NOT_READ) or self._is_empty_bias(name)):
                 continue

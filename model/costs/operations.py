@@ -12,6 +12,7 @@ from typing import Literal
 
 from twostroke.model.config import DeltaSizes, ModelConfig, ModelShape, Quantization
 from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.protocol.kv_layout import mean_seen
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
 
@@ -122,7 +123,7 @@ def prefill_operations(
     pairs = sum(
         _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in attending
     )
-    read = sum(min(before, shape.window(layer) or before) for layer in attending)
+    read = sum(mean_seen(shape.window(layer), before) for layer in attending)
     _, _, of_pair = input_sizes(shape)
     return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, 1, int(is_last))
 
@@ -135,7 +136,7 @@ def decode_operations(
     Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
     """
     attending = [layer for layer in range(shape.num_layers) if not shape.keeps_state(layer)]
-    keys = batch * sum(min(context, shape.window(layer) or context) for layer in attending)
+    keys = batch * sum(mean_seen(shape.window(layer), context) for layer in attending)
     rotary = 0 if shape.latent is None else shape.latent.rotary
     scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
     return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch, batch)
@@ -278,7 +279,9 @@ def _state_operations(
 
 def _causal_pairs(tokens: int, window: int) -> float:
     """Return the pairs of a token and one it attends to. Pairs on the diagonal count half, though kernels compute them
-    whole."""
+    whole. Behind the first chunk each token counts as the mean of its chunk's."""
+    if window < 0:
+        return tokens * min(tokens, -window) / 2
     beyond = max(0, tokens - window) if window else 0
     return (tokens * tokens - beyond * beyond) / 2
 

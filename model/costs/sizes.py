@@ -131,7 +131,9 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}
+            shapes[part.name] = count, columns, rows
+            if part.has_bias:
+                shapes[f"{part.name}_bias"] = count, rows
         return shapes
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):
@@ -298,10 +300,9 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
 
     def is_left(module: str) -> bool:
         return any(
-            re.match(pattern.removeprefix("re:"), module)
-            if pattern.startswith("re:")
-            else f".{pattern}." in f".{module}."
+            re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
             for pattern in stored.left
+            for name in config.spec.names_in_files(module)
         )
 
     dimensions = 3 if stored.method == "mxfp4" else 2

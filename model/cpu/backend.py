@@ -103,9 +103,12 @@ class CpuBackend:
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """Implement Backend.rope_and_write_kv; norms write into qkv."""
-        return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms, kv_scales)
+        return elementwise.rope_and_write_kv(
+            self.launcher, qkv, cos_sin, kv_layer, layout, norms, kv_scales, query_scales
+        )
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         """Implement Backend.attention."""

@@ -346,8 +346,10 @@ class CudaBackend:
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
-        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
+        places = layout.positions, layout.slots
+        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, *places, norms, kv_scales, query_scales)
 
     write_latents = staticmethod(write_latents)
 
@@ -396,7 +398,7 @@ class CudaBackend:
         self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
     ) -> None:
         groups, dim = kv_layer.shape[2], q.shape[2]
-        most_keys = min(layout.max_context_len, form.window or layout.max_context_len)
+        most_keys = min(layout.max_context_len, abs(form.window) or layout.max_context_len)
         config = decode_config(self._target, dim, q.dtype, groups, most_keys)
         decode_attention(q, kv_layer, layout, form, out, config)
 

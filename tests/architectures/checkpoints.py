@@ -93,6 +93,12 @@ OURS: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
         **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "num_mtp_layers": 0},
     },
+    "glm4_moe_lite": {
+        **FOUR_HEADS,
+        **_LATENT,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+        **{"mlp_layer_types": ["dense", "sparse"]},
+    },
     "granite": {**FOUR_HEADS, **_FACTORS},
     "olmo2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
     "olmo3": {**FOUR_HEADS, "num_hidden_layers": 4, "sliding_window": 50},

@@ -309,7 +309,7 @@ class BlockPool:
         return table
 
     def _is_of_window(self, block_id: int) -> bool:
-        return self.groups.windows[self._groups[block_id]] > 0
+        return self.groups.windows[self._groups[block_id]] != 0
 
     def _require_owned(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:

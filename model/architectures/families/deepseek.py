@@ -1,11 +1,12 @@
-"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name): multi-head latent attention and experts in groups,
-some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
+"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name) and GLM-4.7-Flash: multi-head latent attention and
+experts in groups, some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
 """
 
 import math
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -40,6 +41,24 @@ def read_v3_config(fields: ConfigFields) -> ModelConfig:
     size = fields.integer("moe_intermediate_size", default=2048)
     experts = experts_by_groups(fields, size, experts=256, top_k=8, groups=8, normalises=True)
     return with_experts(config, experts, range(dense))
+
+
+def read_glm4_moe_lite_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError. Files as published have `first_k_dense_replace`, later ones a list by layer."""
+    interleaves = fields.boolean("rope_interleave", default=True)
+    fields = fields.over({"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256})
+    fields = fields.over({"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8})
+    config = _read(fields, "GLM-4.7-Flash", max_position=202_752, mlp_bias=False, interleaves=interleaves)
+    first = fields.count("first_k_dense_replace", default=1, most=MOST_LAYERS)
+    usual = ["dense" if layer < first else "sparse" for layer in range(config.num_layers)]
+    kinds = fields.texts("mlp_layer_types", usual)
+    if len(kinds) != config.num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"expected {config.num_layers} times 'dense' or 'sparse'")
+    if "sparse" not in kinds:
+        return config
+    size = fields.integer("moe_intermediate_size", default=1536)
+    experts = experts_by_groups(fields, size, experts=64, top_k=4, groups=1, normalises=True)
+    return with_experts(config, experts, (layer for layer, kind in enumerate(kinds) if kind == "dense"))
 
 
 def _v2_experts(fields: ConfigFields, mlp_bias: bool) -> ExpertsSpec:
@@ -129,5 +148,11 @@ DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     read_config=read_v3_config,
     other_types=("kimi_k2",),
+    always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    read_config=read_glm4_moe_lite_config,
     always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )

@@ -153,7 +153,7 @@ def rotate(source, cos_sin, factor, out):
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and queries by their position or 0."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
@@ -163,14 +163,16 @@ def _rope_and_write_kv(words):
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
     cos_sin = carray(as_floats(words[6]), (words[14], dim))
     positions, slots = carray(as_integers(words[7]), (rows,)), carray(as_integers(words[8]), (rows,))
+    query_scales = carray(as_floats(words[21]), (words[14],))
     for row in taken(words, rows):
         angles = cos_sin[positions[row]]
+        of_queries = query_scales[positions[row]] if words[21] != 0 else np.float32(1)
         block, offset = slots[row] // block_size, slots[row] % block_size
         if is_normalised:
             for head in range(heads + kv_heads):
                 normalise(qkv[row, head], q_norm if head < heads else k_norm, eps, qkv[row, head])
         for head in range(heads):
-            rotate(qkv[row, head], angles, np.float32(1), out[row, head])
+            rotate(qkv[row, head], angles, of_queries, out[row, head])
         for head in range(kv_heads):
             rotate(qkv[row, heads + head], angles, of_keys, kv[block, 0, head, offset])
             value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
@@ -318,6 +320,7 @@ def rope_and_write_kv(
     layout: BatchLayout,
     norms: HeadNorms | None = None,
     kv_scales: KVScales = AS_THEY_ARE,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """qkv contiguous [T, (H + 2 G) D] -> rotated Q [T, H, D]; K and V go to `layout.slots` of `kv_layer`.
 
@@ -334,7 +337,7 @@ def rope_and_write_kv(
         *(qkv, kv_layer, out, cos_sin, layout.positions, layout.slots),
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
         *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
-        *(1 / kv_scales.key, 1 / kv_scales.value),
+        *(1 / kv_scales.key, 1 / kv_scales.value, 0 if query_scales is None else query_scales),
     )
     return out
 
