@@ -13,6 +13,7 @@ from twostroke.model.architectures.families.gemma import GEMMA3
 from twostroke.model.architectures.families.llama import MINISTRAL3, MISTRAL
 from twostroke.model.architectures.families.llama4 import LLAMA4
 from twostroke.model.architectures.families.qwen import QWEN2_5_VL_TEXT, QWEN3_VL_TEXT
+from twostroke.model.architectures.families.qwen_hybrid import QWEN35, QWEN35_MOE
 from twostroke.model.config import ModelConfig
 
 
@@ -77,7 +78,14 @@ QWEN2_5_VL = text_of(
     may_be_flat=True,
 )
 QWEN3_VL = text_of("Qwen3-VL", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL_TEXT, is_tied=False)
+QWEN35_OF_IMAGES = text_of("Qwen3.5", "Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN35, is_tied=False)
+QWEN35_MOE_OF_IMAGES = text_of(
+    "Qwen3.5-MoE", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE, is_tied=False
+)
 MISTRAL3 = text_of("Mistral 3", "Mistral3ForConditionalGeneration", "mistral3", MISTRAL, MINISTRAL3, is_tied=True)
 LLAMA4_OF_IMAGES = text_of("Llama 4", "Llama4ForConditionalGeneration", "llama4", LLAMA4, is_tied=False)
 
-WRAPPERS = (GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES)
+WRAPPERS = (
+    *(GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES),
+    *(QWEN35_OF_IMAGES, QWEN35_MOE_OF_IMAGES),
+)

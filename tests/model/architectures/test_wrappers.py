@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tests.model.architectures.test_conformance import (
+    DELTA,
     FEW_TOKENS,
     MIN_MARGIN,
     SCALED,
@@ -76,6 +77,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": SEES
         | {"intermediate_size": 64, "projector_input_dim": 8, "projector_output_dim": 8}
         | {"vision_output_dim": 8, "patch_size": 14},
+    },
+    "qwen3_5": {
+        "text_config": TEXT
+        | DELTA
+        | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}},
+        "vision_config": QWEN_SEES | {"num_position_embeddings": 16},
+        **QWEN_TOKENS,
+    },
+    "qwen3_5_moe": {
+        "text_config": TEXT
+        | DELTA
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 24},
+        "vision_config": QWEN_SEES | {"num_position_embeddings": 16},
+        **QWEN_TOKENS,
     },
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
@@ -181,12 +197,13 @@ def test_a_tensor_of_the_text_that_nobody_knows_is_refused_as_ever(saved: Path, 
 
 def test_modules_that_are_left_as_they_are_may_have_the_names_of_files(saved: Path) -> None:
     raw = config_of(saved)
+    last = load_model_config(saved).num_layers - 1  # which attends, whatever the others do
     for text, head in TEXT_PREFIXES:
-        left = [f"{text}layers.0.self_attn.q_proj", f"re:{text}layers.1.*", f"{head}lm_head"]
+        left = [f"{text}layers.{last}.self_attn.q_proj", f"re:{text}layers.1.*", f"{head}lm_head"]
         raw["quantization_config"] = {"quant_method": "fp8", "modules_to_not_convert": left}
         forms = stored_forms(parse_model_config(raw, "config.json")).keys()
-        assert "model.layers.0.self_attn.q_proj.weight" not in forms
-        assert "model.layers.0.self_attn.k_proj.weight" in forms
+        assert f"model.layers.{last}.self_attn.q_proj.weight" not in forms
+        assert f"model.layers.{last}.self_attn.k_proj.weight" in forms
         assert not any(name.startswith(("model.layers.1.", "lm_head.")) for name in forms)
 
 
