@@ -218,6 +218,10 @@ class Backend(Protocol):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x [T, hidden] times a factor; may be written into x."""
 
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """x [T, width], each row times the entry of fp32 `scales` [max_position] of its position; may be written into
+        x."""
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """fp32 [N, vocab] -> cap tanh(logits / cap); may be written into them."""
 

@@ -51,6 +51,11 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
+def scale_by_position(x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+    """x [T, width], each row times the scale of its position, rounded once."""
+    return (x.float() * scales[positions][:, None]).to(x.dtype)
+
+
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """fp32 [N, vocab] -> cap tanh(logits / cap)."""
     return cap * torch.tanh(logits / cap)

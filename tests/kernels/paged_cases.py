@@ -231,6 +231,7 @@ class ReferenceBackend:
     add_rms_norm = staticmethod(reference.add_rms_norm)
     add = staticmethod(reference.add)
     scale = staticmethod(reference.scale)
+    scale_by_position = staticmethod(reference.scale_by_position)
     soft_cap = staticmethod(reference.soft_cap)
     square_sums = staticmethod(reference.square_sums)
     norm_rows = staticmethod(reference.norm_rows)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from twostroke.model.architectures.families.deepseek import MISTRAL4
 from twostroke.model.architectures.families.family import ConfigFields, Family
 from twostroke.model.architectures.families.gemma import GEMMA3
 from twostroke.model.architectures.families.llama import MINISTRAL3, MISTRAL
@@ -77,7 +78,9 @@ QWEN2_5_VL = text_of(
     may_be_flat=True,
 )
 QWEN3_VL = text_of("Qwen3-VL", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL_TEXT, is_tied=False)
-MISTRAL3 = text_of("Mistral 3", "Mistral3ForConditionalGeneration", "mistral3", MISTRAL, MINISTRAL3, is_tied=True)
+MISTRAL3 = text_of(
+    "Mistral 3", "Mistral3ForConditionalGeneration", "mistral3", MISTRAL, MINISTRAL3, MISTRAL4, is_tied=True
+)
 LLAMA4_OF_IMAGES = text_of("Llama 4", "Llama4ForConditionalGeneration", "llama4", LLAMA4, is_tied=False)
 
 WRAPPERS = (GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES)

@@ -128,6 +128,17 @@ def _scale(words):
             store(x[row], i, widen(x[row, i]) * factor)
 
 
+@Kernels
+def _scale_by_position(words):
+    """words: x (becomes the product), scales, positions, columns, scales' number."""
+    rows, columns = words[1], words[6]
+    x, scales = carray(as_stored(words, words[3]), (rows, columns)), carray(as_floats(words[4]), (words[7],))
+    positions = carray(as_integers(words[5]), (rows,))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(x[row], i, widen(x[row, i]) * scales[positions[row]])
+
+
 @Kernel
 def _soft_cap(words):
     """words: fp32 logits (become the capped ones), columns, cap; items are runs of LOGITS of a row."""
@@ -282,6 +293,13 @@ def scale(launcher: Launcher, x: Tensor, factor: float) -> Tensor:
     """x contiguous [T, hidden], which becomes the product, and is returned."""
     rows, hidden = x.shape
     launcher.run(_scale.of(x.dtype), rows, grain(hidden), x, hidden, factor)
+    return x
+
+
+def scale_by_position(launcher: Launcher, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+    """x contiguous [T, width], which becomes the product, and is returned."""
+    rows, width = x.shape
+    launcher.run(_scale_by_position.of(x.dtype), rows, grain(width), x, scales, positions, width, len(scales))
     return x
 
 

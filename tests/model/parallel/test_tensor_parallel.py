@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.architectures.test_conformance import FAMILY_SHAPES
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, MISTRAL4
 from tests.model.conftest import make_decoder
 from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
@@ -61,6 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents whose queries are scaled": MISTRAL4,
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
