@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from twostroke.model.architectures.families.deepseek import MISTRAL4
+from twostroke.model.architectures.families.deepseek import DEEPSEEK_V3, MISTRAL4
 from twostroke.model.architectures.families.family import ConfigFields, Family
 from twostroke.model.architectures.families.gemma import GEMMA3
 from twostroke.model.architectures.families.llama import MINISTRAL3, MISTRAL
@@ -82,5 +82,10 @@ MISTRAL3 = text_of(
     "Mistral 3", "Mistral3ForConditionalGeneration", "mistral3", MISTRAL, MINISTRAL3, MISTRAL4, is_tied=True
 )
 LLAMA4_OF_IMAGES = text_of("Llama 4", "Llama4ForConditionalGeneration", "llama4", LLAMA4, is_tied=False)
+KIMI_K25 = text_of("Kimi K2.5", "KimiK25ForConditionalGeneration", "kimi_k25", DEEPSEEK_V3, is_tied=True)
+KIMI_K25_OF_TRANSFORMERS = replace(KIMI_K25, architecture="Kimi_K25ForConditionalGeneration")
 
-WRAPPERS = (GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES)
+WRAPPERS = (
+    *(GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES),
+    *(KIMI_K25, KIMI_K25_OF_TRANSFORMERS),
+)
