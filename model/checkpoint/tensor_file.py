@@ -73,8 +73,10 @@ class RenamedTensor:
 
 
 class ExpertTensor:
-    """Implements TensorFile for one expert's projection in a tensor of all experts [experts, out, in], whose rows may be
-    those of several projections one behind the other; a scale that they share has one row."""
+    """Implements TensorFile for one expert's projection in a tensor of all experts [experts, out, in].
+
+    An expert's rows may be those of several projections, one behind the other; a scale that they share has one row.
+    """
 
     def __init__(self, file: TensorFile, name_there: str, expert: int, place: int, count: int):
         """`place` is which of the `count` projections it is."""

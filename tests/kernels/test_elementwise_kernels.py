@@ -9,7 +9,7 @@ from twostroke.model import reference
 from twostroke.model.backend import HeadNorms, KVScales, RowNorms
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation
-from twostroke.model.cuda.backend import CudaLinear
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
     gate,
@@ -162,3 +162,10 @@ def test_vocab_embedding_looks_up_its_slice_and_gives_zeros_elsewhere(
     actual = linear.embed(TOKEN_IDS, 100, dtype)
     assert torch.equal(actual[[0, 2, 5, 6]], rows[[0, 39, 17, 17]])
     assert not actual[[1, 3, 4, 7, 8]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_scaled_by_their_positions_equal_their_reference(dtype: torch.dtype) -> None:
+    x, scales, positions = torch.randn(9, 40).to(dtype), torch.rand(64) + 1, torch.randint(64, (9,))
+    expected = reference.scale_by_position(x, scales, positions)
+    assert_close(CudaBackend(H100).scale_by_position(x, scales, positions), expected)

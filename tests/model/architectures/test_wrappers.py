@@ -123,9 +123,13 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    if kind == "kimi_k25":  # transformers 5.23 writes layers as `blocks`, which published files and its own reader don't
+    if (
+        kind == "kimi_k25"
+    ):  # transformers 5.23 writes layers as `blocks`, which published files and its own reader don't
         tensors = load_file(folder / SINGLE_FILE).items()
-        as_published = {n.replace("language_model.model.blocks.", "language_model.model.layers."): t for n, t in tensors}
+        as_published = {
+            n.replace("language_model.model.blocks.", "language_model.model.layers."): t for n, t in tensors
+        }
         save_file(as_published, folder / SINGLE_FILE, metadata={"format": "pt"})
     return folder
 
