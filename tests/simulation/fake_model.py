@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, ScoredRows, SequenceStep, is_penalised, with_drawn_tokens
+from twostroke.protocol.kv_layout import first_seen
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
 from twostroke.protocol.stats import Role
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, Grip
@@ -58,7 +59,6 @@ def scored(kv: bytes, token_id: int, num_alternatives: int) -> tuple[list[int], 
 
 def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[int]:
     """All output tokens of a fresh request, without any worker."""
-    seen = [8 * window for window in windows]  # bytes; all of them where it is 0
     num_layers = len(windows)
     kv = [bytearray() for _ in range(num_layers)]
     last = [b""] * num_layers
@@ -73,7 +73,7 @@ def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[in
     outputs: list[int] = []
     while True:
         token = draw(
-            [bytes(layer[-size:]) for layer, size in zip(kv, seen, strict=True)],
+            [bytes(one[8 * first_seen(window, len(one) // 8 - 1) :]) for one, window in zip(kv, windows, strict=True)],
             request.sampling,
             forbidden_tokens(request, len(outputs)),
         )

@@ -1,6 +1,7 @@
-"""Llama 4 (Meta 2025): rotary layers that attend within chunks, layers without rotation between them, and experts of
-which each token takes one, its input weighed by a sigmoid, beside an MLP. Of checkpoints that see images the text's part
-is served.
+"""Llama 4 (Meta 2025): rotary layers that attend within chunks, and layers without rotation between them.
+
+Each token takes one expert, whose input is weighed by a sigmoid, beside an MLP. Of checkpoints that see images the
+text's part is served.
 """
 
 from dataclasses import replace
@@ -64,7 +65,8 @@ def read_config_of_images(fields: ConfigFields) -> ModelConfig:
         lm_head="language_model.lm_head",
         ignored=("vision_model.", "multi_modal_projector."),
     )
-    return replace(config, spec=spec)
+    is_tied = fields.boolean("tie_word_embeddings", default=config.tie_word_embeddings)
+    return replace(config, spec=spec, tie_word_embeddings=is_tied)
 
 
 def _rotated_layers(fields: ConfigFields, num_layers: int) -> list[bool]:

@@ -35,7 +35,7 @@ def written_by_transformers(family: Family) -> dict[str, Any]:
     """Return the defaults that the family's class writes, of a few layers."""
     kind = CONFIG_MAPPING[family.model_type]
     fields: dict[str, Any] = {"num_hidden_layers": 4}
-    if family.model_type == "gemma3":
+    if family.model_type in ("gemma3", "llama4"):
         return dict(kind(text_config=fields).to_dict())
     if family.model_type == "glm4_moe":
         fields["num_attention_heads"] = 64  # or the hidden size is no multiple of it, and there is no head_dim
