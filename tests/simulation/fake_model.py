@@ -29,7 +29,7 @@ _TOKEN = struct.Struct("<II")
 
 
 def position_kv(before: bytes, token_id: int, layer: int) -> bytes:
-    """KV of a position in a layer, from the KV of the position before (empty for the first)."""
+    """KV of a position in a layer, from the KV of the position before (empty for the first that it sees)."""
     return xxhash.xxh64_digest(before + _TOKEN.pack(token_id, layer))
 
 
@@ -64,8 +64,10 @@ def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[in
     last = [b""] * num_layers
 
     def extend(token_id: int) -> None:
-        for layer in range(num_layers):
-            last[layer] = position_kv(last[layer], token_id, layer)
+        for layer, window in enumerate(windows):
+            position = len(kv[layer]) // 8
+            before = last[layer] if first_seen(window, position) < position else b""
+            last[layer] = position_kv(before, token_id, layer)
             kv[layer] += last[layer]
 
     for token_id in request.token_ids:
@@ -203,12 +205,12 @@ class FakeEngine(Engine):
 
     def _compute(self, one: SequenceStep, layer: int) -> None:
         store = self._store
-        before = b""
-        if one.start > 0:
+        window, before = store.layout.windows[layer] if store.layout.windows else 0, b""
+        if first_seen(window, one.start) < one.start:
             before = store.position(layer, one.block_ids, one.start - 1)
         computed: list[bytes] = []
-        for token_id in one.token_ids:
-            before = position_kv(before, token_id, layer)
+        for position, token_id in enumerate(one.token_ids, start=one.start):
+            before = position_kv(before if first_seen(window, position) < position else b"", token_id, layer)
             computed.append(before)
         store.write(layer, one.block_ids, one.start, b"".join(computed))
 

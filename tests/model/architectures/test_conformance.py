@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GenerationConfig,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
@@ -360,15 +368,28 @@ def test_of_a_checkpoint_that_sees_images_the_text_is_served(tmp_path: Path, gen
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     tokens = {"image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93, "mm_tokens_per_image": 4}
     config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14}, **tokens)
-    torch.manual_seed(2)
-    model = Gemma3ForConditionalGeneration(config)
+    check_text_of_images(Gemma3ForConditionalGeneration(config), tmp_path, generate, seed=2)
+
+
+def test_of_a_llama_4_that_sees_images_the_text_is_served(tmp_path: Path, generate: Any) -> None:
+    text = LLAMA4 | {"vocab_size": 96, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
+    sizes |= dict.fromkeys(("projector_input_dim", "projector_output_dim"), 16)
+    tokens = {"image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93}
+    config = Llama4Config(text_config=text | {"attention_chunk_size": 24}, vision_config=vision | sizes, **tokens)
+    check_text_of_images(Llama4ForConditionalGeneration(config), tmp_path, generate, seed=3)
+
+
+def check_text_of_images(model: PreTrainedModel, folder: Path, generate: Any, seed: int) -> None:
+    torch.manual_seed(seed)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     prompts = random_prompts(90, 1, (1, 17, 64, 129))
-    expected, margins = reference(tmp_path, prompts)
+    expected, margins = reference(folder, prompts)
     assert margins.min() > MIN_MARGIN, "choose another seed: this model has a near-tie"
-    runner = make_runner(tmp_path, 8, len(prompts) * 84)
+    runner = make_runner(folder, 8, len(prompts) * 84)
     assert generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=8) == expected
 
 
