@@ -85,9 +85,7 @@ class AttentionForm:
     """Terms of a layer's attention: how a query's scores become weights of its context's values."""
 
     scale: float
-    window: int = (
-        0  # the last positions that a query attends to, its own included; 0: all; a chunk's: its negative size
-    )
+    window: int = 0  # the last positions that a query attends to, its own included; 0: all; a chunk: -size
     soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
     sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
     kv_scales: KVScales = AS_THEY_ARE

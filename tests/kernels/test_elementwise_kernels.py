@@ -99,8 +99,15 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     slots = layout.slots.clone()
     slots[3] = -1
     norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
-    expected = reference.rope_and_write_kv(qkv, cos_sin, expected_kv, layout.positions, slots, norms)
-    assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms), expected, scale=4)
+    of_queries = 1 + torch.rand(2 * block_size) if has_norms else None
+    expected = reference.rope_and_write_kv(
+        qkv, cos_sin, expected_kv, layout.positions, slots, norms, query_scales=of_queries
+    )
+    assert_close(
+        rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms, query_scales=of_queries),
+        expected,
+        scale=4,
+    )
     assert_close(kv_layer, expected_kv, scale=4)
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
 

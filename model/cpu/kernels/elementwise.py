@@ -164,7 +164,8 @@ def rotate(source, cos_sin, factor, out):
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and queries by their position or 0."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and what
+    queries are by position, or 0."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))

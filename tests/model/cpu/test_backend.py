@@ -67,10 +67,13 @@ def test_rotation_and_kv_write_equal_the_reference(
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
     norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
+    of_queries = 1 + torch.rand(64) if has_norms else None
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
     close(
-        BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms),
-        reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots, norms),
+        BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms, query_scales=of_queries),
+        reference.rope_and_write_kv(
+            qkv, cos_sin, expected, layout.positions, layout.slots, norms, query_scales=of_queries
+        ),
     )
     close(written, expected)
 

@@ -59,6 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": FAMILY_SHAPES["qwen3_moe"],
     "experts and one that all tokens take": FAMILY_SHAPES["qwen2_moe"],
     "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
+    "chunks, stacked experts whose input is scaled": FAMILY_SHAPES["llama4"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
     "latents whose queries are scaled": MISTRAL4,
