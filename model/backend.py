@@ -86,9 +86,7 @@ class AttentionForm:
     """Terms of a layer's attention: how a query's scores become weights of its context's values."""
 
     scale: float
-    window: int = (
-        0  # the last positions that a query attends to, its own included; 0: all; a chunk's: its negative size
-    )
+    window: int = 0  # the last positions that a query attends to, its own included; 0: all; a chunk: -size
     soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
     sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
     kv_scales: KVScales = AS_THEY_ARE
@@ -218,6 +216,10 @@ class Backend(Protocol):
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x [T, hidden] times a factor; may be written into x."""
+
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """x [T, width], each row times the entry of fp32 `scales` [max_position] of its position; may be written into
+        x."""
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """fp32 [N, vocab] -> cap tanh(logits / cap); may be written into them."""

@@ -51,6 +51,11 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
+def scale_by_position(x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+    """x [T, width], each row times the scale of its position, rounded once."""
+    return (x.float() * scales[positions][:, None]).to(x.dtype)
+
+
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """fp32 [N, vocab] -> cap tanh(logits / cap)."""
     return cap * torch.tanh(logits / cap)
@@ -112,8 +117,8 @@ def rope_and_write_kv(
     kv_scales: KVScales = AS_THEY_ARE,
     query_scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotated Q [T, H, D], times `query_scales` of its positions; rotated K and V go into `kv_layer` at `slots`, but for
-    negative ones."""
+    """Rotated Q [T, H, D], times `query_scales` of its positions; rotated K, and V, go into `kv_layer` at `slots`, but
+    for negative ones."""
     _, _, groups, block_size, dim = kv_layer.shape
     heads = qkv.shape[1] // dim - 2 * groups
     q, k, v = qkv.view(-1, heads + 2 * groups, dim).tensor_split((heads, heads + groups), dim=1)

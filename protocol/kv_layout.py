@@ -59,7 +59,7 @@ def first_seen(window: int, position: int) -> int:
 
 
 def mean_seen(window: int, context: float) -> float:
-    """Return how many of `context` tokens the last one attends to: of chunks that lie behind others, half on average."""
+    """Return how many of `context` tokens the last one attends to: behind the first chunk, half a chunk on average."""
     if window < 0 and context > -window:
         return -window / 2
     return min(context, abs(window) or context)
@@ -129,7 +129,8 @@ class KVGroups:
     def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
         """Return the part of the KV of so many tokens, over all layers, that a transfer sends."""
         windows = self.layer_windows
-        return sum(mean_seen(window, num_tokens) / num_tokens for window in windows) / len(windows)
+        parts = [num_tokens % -window if window < 0 else min(num_tokens, window or num_tokens) for window in windows]
+        return sum(parts) / num_tokens / len(windows)
 
 
 @lru_cache

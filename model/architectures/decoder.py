@@ -254,7 +254,8 @@ class Decoder:
             backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
             if latents.query_down is not None and latents.query_norm is not None:
                 x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
-            return latents.query(x)
+            q, scales = latents.query(x), layer.query_scales
+            return q if scales is None else backend.scale_by_position(q, scales, layout.positions)
         qkv = projection(x)
         if layer.row_norms is not None:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))

@@ -21,6 +21,7 @@ INERT = frozenset(
         *("vision_config", "mm_tokens_per_image", "text_config", "quantization_config"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_feature_layer"),
         *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        *("projection_hidden_size", "projection_layer_norm_eps"),
     }
 )
 """Fields that change nothing of what a decoder computes from text, or are read elsewhere."""

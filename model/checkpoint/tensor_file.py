@@ -72,6 +72,41 @@ class RenamedTensor:
         return self._file.content(self._name_there)
 
 
+class ExpertTensor:
+    """Implements TensorFile for one expert's projection in a tensor of all experts [experts, out, in].
+
+    An expert's rows may be those of several projections, one behind the other; a scale that they share has one row.
+    """
+
+    def __init__(self, file: TensorFile, name_there: str, expert: int, place: int, count: int):
+        """`place` is which of the `count` projections it is."""
+        self._file = file
+        self._name_there = name_there
+        self._expert = slice(expert, expert + 1)
+        _, rows, self._columns = file.shape(name_there)
+        each = rows // count or rows
+        self._rows = slice(place * each, (place + 1) * each) if rows > 1 else WHOLE
+        self._count = each
+
+    def names(self) -> Collection[str]:
+        return (self._name_there,)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._count, self._columns
+
+    def dtype(self, name: str) -> str:
+        return self._file.dtype(self._name_there)
+
+    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
+        return self._file.tensor(self._name_there, self._expert, WHOLE)[0, self._rows][rows, columns]
+
+    def stored_weight(self, name: str) -> StoredWeight | None:
+        return None
+
+    def content(self, name: str) -> memoryview:
+        return self.tensor(name, WHOLE, WHOLE).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
 def text_names(names: Iterable[str]) -> dict[str, str]:
     """Return the tensors of the text in a checkpoint that sees images: their names there by those of text alone."""
     names = list(names)

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import (
     WHOLE,
+    ExpertTensor,
     RenamedTensor,
     StoredWeight,
     TensorFile,
@@ -29,13 +31,15 @@ from twostroke.model.checkpoint.tensor_file import (
     text_names,
 )
 from twostroke.model.config import ModelConfig, WeightForm
-from twostroke.model.costs.sizes import expected_shapes, num_parameters
+from twostroke.model.costs.sizes import expected_shapes, num_parameters, of_expert
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STACK_ENDINGS = (("", ".weight"), ("_scale_inv", ".weight_scale_inv"))
+"""Endings of tensors of all experts, and of one expert's: weights, and the scales of those in FP8."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -86,6 +90,7 @@ class Checkpoint:
         self._folder = folder
         self._paths, self._files = open_tensors(folder)
         self._towers = self._take_text() if config.spec.is_wrapped else frozenset()
+        self._unstack_experts(config)
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
@@ -210,6 +215,25 @@ class Checkpoint:
             name: self._paths[there] for name, there in names.items()
         }
         return frozenset(towers)
+
+    def _unstack_experts(self, config: ModelConfig) -> None:
+        """Name each expert's projections where the files have one tensor of all experts, as transformers 5 keeps them:
+        `gate_up_proj` [experts, 2 I, hidden] and `down_proj` [experts, hidden, I]."""
+        spec, experts = config.spec, config.spec.layer.experts
+        if experts is None or experts.are_stacked:
+            return
+        base = experts.gate.name.partition("*")[0]
+        stacks = (("gate_up_proj", (experts.gate, experts.up)), ("down_proj", (experts.down,)))
+        for layer, (stack, parts), (ending_there, ending) in product(range(config.num_layers), stacks, _STACK_ENDINGS):
+            prefix = f"{spec.layers}.{layer}."
+            there = f"{prefix}{base}{stack}{ending_there}"
+            if there not in self._files or len(self._files[there].shape(there)) != 3:
+                continue
+            file, path = self._files.pop(there), self._paths.pop(there)
+            for expert, (place, part) in product(range(file.shape(there)[0]), enumerate(parts)):
+                name = f"{prefix}{of_expert(part, expert).name}{ending}"
+                self._files[name] = ExpertTensor(file, there, expert, place, len(parts))
+                self._paths[name] = path
 
     def _with_ends(self, config: ModelConfig) -> ModelConfig:
         """Tie embedding and LM head where the config does: they are one tensor by either name, or by both. A head that

@@ -83,6 +83,10 @@ class CpuBackend:
         """Implement Backend.scale."""
         return elementwise.scale(self.launcher, x, factor)
 
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """Implement Backend.scale_by_position."""
+        return elementwise.scale_by_position(self.launcher, x, scales, positions)
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """Implement Backend.soft_cap."""
         return elementwise.soft_cap(self.launcher, logits, cap)

@@ -338,6 +338,10 @@ class CudaBackend:
     add = staticmethod(torch.add)
     scale = staticmethod(torch.mul)
 
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """Implement Backend.scale_by_position in place."""
+        return x.mul_(scales.index_select(0, positions)[:, None])
+
     def rope_and_write_kv(
         self,
         qkv: Tensor,

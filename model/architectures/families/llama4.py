@@ -1,6 +1,6 @@
-"""Llama 4 (Meta 2025): rotary layers that attend within chunks, layers without rotation between them, and experts of
-which each token takes one, its input weighed by a sigmoid, beside an MLP. Of checkpoints that see images the text's part
-is served.
+"""Llama 4 (Meta 2025): rotary layers that attend within chunks, and layers without rotation between them.
+
+Each token takes one expert, whose input is weighed by a sigmoid, beside an MLP.
 """
 
 from dataclasses import replace

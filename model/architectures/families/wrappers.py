@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from twostroke.model.architectures.families.deepseek import DEEPSEEK_V3, MISTRAL4
 from twostroke.model.architectures.families.family import ConfigFields, Family
 from twostroke.model.architectures.families.gemma import GEMMA3
 from twostroke.model.architectures.families.llama import MINISTRAL3, MISTRAL
@@ -18,7 +19,6 @@ from twostroke.model.config import ModelConfig
 
 
 def text_of(
-    name: str,
     architecture: str,
     model_type: str,
     *texts: Family,
@@ -39,7 +39,7 @@ def text_of(
             text = fields.object("text_config").over(defaults or {})
             family = _text_family(text, texts)
         config = family.read_config(text)
-        spec = replace(config.spec, family=f"{name} (text alone)", is_wrapped=True)
+        spec = replace(config.spec, family=f"{config.spec.family} (text alone)", is_wrapped=True)
         return replace(config, spec=spec, tie_word_embeddings=_is_tied(fields, text, is_tied))
 
     always = {field: values for family in texts for field, values in family.always.items()}
@@ -62,7 +62,6 @@ def _is_tied(fields: ConfigFields, text: ConfigFields, default: bool) -> bool:
 
 
 GEMMA3_OF_IMAGES = text_of(
-    "Gemma 3",
     "Gemma3ForConditionalGeneration",
     "gemma3",
     GEMMA3,
@@ -70,22 +69,21 @@ GEMMA3_OF_IMAGES = text_of(
     defaults={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},  # transformers'
 )
 QWEN2_5_VL = text_of(
-    "Qwen2.5-VL",
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
     QWEN2_5_VL_TEXT,
     is_tied=False,
     may_be_flat=True,
 )
-QWEN3_VL = text_of("Qwen3-VL", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL_TEXT, is_tied=False)
-QWEN35_OF_IMAGES = text_of("Qwen3.5", "Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN35, is_tied=False)
-QWEN35_MOE_OF_IMAGES = text_of(
-    "Qwen3.5-MoE", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE, is_tied=False
-)
-MISTRAL3 = text_of("Mistral 3", "Mistral3ForConditionalGeneration", "mistral3", MISTRAL, MINISTRAL3, is_tied=True)
-LLAMA4_OF_IMAGES = text_of("Llama 4", "Llama4ForConditionalGeneration", "llama4", LLAMA4, is_tied=False)
+QWEN3_VL = text_of("Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL_TEXT, is_tied=False)
+QWEN35_OF_IMAGES = text_of("Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN35, is_tied=False)
+QWEN35_MOE_OF_IMAGES = text_of("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN35_MOE, is_tied=False)
+MISTRAL3 = text_of("Mistral3ForConditionalGeneration", "mistral3", MISTRAL, MINISTRAL3, MISTRAL4, is_tied=False)
+LLAMA4_OF_IMAGES = text_of("Llama4ForConditionalGeneration", "llama4", LLAMA4, is_tied=False)
+KIMI_K25 = text_of("KimiK25ForConditionalGeneration", "kimi_k25", DEEPSEEK_V3, is_tied=False)
+KIMI_K25_OF_TRANSFORMERS = replace(KIMI_K25, architecture="Kimi_K25ForConditionalGeneration")
 
 WRAPPERS = (
     *(GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES),
-    *(QWEN35_OF_IMAGES, QWEN35_MOE_OF_IMAGES),
+    *(KIMI_K25, KIMI_K25_OF_TRANSFORMERS, QWEN35_OF_IMAGES, QWEN35_MOE_OF_IMAGES),
 )

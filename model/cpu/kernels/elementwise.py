@@ -128,6 +128,17 @@ def _scale(words):
             store(x[row], i, widen(x[row, i]) * factor)
 
 
+@Kernels
+def _scale_by_position(words):
+    """words: x (becomes the product), scales, positions, columns, scales' number."""
+    rows, columns = words[1], words[6]
+    x, scales = carray(as_stored(words, words[3]), (rows, columns)), carray(as_floats(words[4]), (words[7],))
+    positions = carray(as_integers(words[5]), (rows,))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(x[row], i, widen(x[row, i]) * scales[positions[row]])
+
+
 @Kernel
 def _soft_cap(words):
     """words: fp32 logits (become the capped ones), columns, cap; items are runs of LOGITS of a row."""
@@ -153,7 +164,8 @@ def rotate(source, cos_sin, factor, out):
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and queries by their position or 0."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and what
+    queries are by position, or 0."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
@@ -282,6 +294,13 @@ def scale(launcher: Launcher, x: Tensor, factor: float) -> Tensor:
     """x contiguous [T, hidden], which becomes the product, and is returned."""
     rows, hidden = x.shape
     launcher.run(_scale.of(x.dtype), rows, grain(hidden), x, hidden, factor)
+    return x
+
+
+def scale_by_position(launcher: Launcher, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+    """x contiguous [T, width], which becomes the product, and is returned."""
+    rows, width = x.shape
+    launcher.run(_scale_by_position.of(x.dtype), rows, grain(width), x, scales, positions, width, len(scales))
     return x
 
 

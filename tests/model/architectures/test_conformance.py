@@ -311,6 +311,12 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+# transformers makes this of a config alone: its own folder has all experts in one tensor (test_wrappers.py).
+MISTRAL4 = family(
+    "mistral4", "Mistral4", **LATENT | EXPERT_GROUPS, q_lora_rank=24, moe_intermediate_size=20, rope_parameters=SCALED
+)
+
+
 def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     backend = CpuBackend()
     config = load_model_config(folder)

@@ -19,7 +19,7 @@ DERIVED = {"qk_head_dim"}
 """Fields that transformers' classes compute from others and write beside them."""
 UNUSED = {
     "deepseek_v2": {"norm_topk_prob"},
-    "deepseek_v3": {"num_nextn_predict_layers"},
+    **{key: {"num_nextn_predict_layers"} for key in ("deepseek_v3", "kimi_k25")},
     **{key: {"attn_logit_softcapping", "_sliding_window_pattern"} for key in ("gemma3_text", "gemma3")},
 }
 """Fields that a class has, and that transformers' modules do not read."""
