@@ -14,6 +14,7 @@ import msgspec
 
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Address, Peer
 
@@ -95,6 +96,11 @@ async def load_rank(
     loaded = await asyncio.to_thread(load_engine, config, place)
     store: KVStore = loaded.kv_cache
     try:
+        if store.layout.state_numbers and settings.transfer.encoding != "raw":
+            raise ConfigError(
+                f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values, and the model has layers that "
+                "keep a state: leave it at raw"
+            )
         transports = await asyncio.to_thread(
             make_transports,
             settings.transport,

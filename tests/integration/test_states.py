@@ -1,4 +1,4 @@
-"""States of gated delta nets on their way: sent, shared as prefixes, swapped out and damaged. No token changes by it."""
+"""States of gated delta nets are sent, shared as prefixes, swapped out and damaged, and no token changes by it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.transports.tcp import TcpStream
+from twostroke.protocol.errors import ConfigError
 
 NEW_TOKENS = 70
 PROMPTS = random_prompts(96, 1, (1, 15, 16, 17, 64, 100, 300))
@@ -80,6 +82,12 @@ async def test_a_prompt_that_shares_a_beginning_computes_the_rest_alone(folder: 
     async with serve(folder, PLENTY) as served:
         assert await served.generate(second, NEW_TOKENS, GREEDY) == answer
     assert computed == len(PROMPTS[-2])
+
+
+async def test_states_are_not_encoded(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="encoding: int8 is for keys and values"):
+        async with serve(folder, replace(PLENTY, transport="tcp", transfers=TransferConfig(encoding="int8"))):
+            pass
 
 
 @pytest.mark.parametrize("way", ["tcp", pytest.param(RANKED, marks=pytest.mark.models)])
