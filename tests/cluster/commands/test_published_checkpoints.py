@@ -143,7 +143,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "Mistral 4 (text alone)": (MISTRAL_SMALL_4, 118_972_826_624, 6_632_588_288, 36 * 320 * 2),
     "DeepSeek-V3 (text alone)": (KIMI_K2_5, 1_026_408_232_448, 32_861_500_928, 61 * 576 * 2),
 }
-"""By family: config.json, parameters, those of a token, bytes of KV a token in bf16."""
+"""config.json by family, with the number of parameters, that of a token's, and bytes of KV a token in bf16."""
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
