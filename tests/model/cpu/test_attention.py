@@ -147,7 +147,7 @@ def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window
 ) -> None:
     shape = {"heads": heads, "groups": groups, "dim": dim}
     decodes = paged_case([(1, context) for context in (1, 17, 40, 513, 1100)], dtype=dtype, **shape)
-    chunks = paged_case([(5, 5), (64, 128), (40, 90), (3, 700)], dtype=dtype, **shape)
+    chunks = paged_case([(5, 5), (64, 128), (40, 90), (3, 700), (40, 1040)], dtype=dtype, **shape)
     for case, computed in ((decodes, decoded), (chunks, prefilled)):
         case.q.mul_(3)  # scores that caps are felt by
         form = form_of(case, window, cap, has_sinks)
