@@ -147,7 +147,7 @@ def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window
 ) -> None:
     shape = {"heads": heads, "groups": groups, "dim": dim}
     decodes = paged_case([(1, context) for context in (1, 17, 40, 513, 1100)], dtype=dtype, **shape)
-    chunks = paged_case([(5, 5), (64, 128), (40, 90), (3, 700), (40, 1040)], dtype=dtype, **shape)
+    chunks = paged_case([(5, 5), (64, 128), (40, 90), (3, 700)], dtype=dtype, **shape)
     for case, computed in ((decodes, decoded), (chunks, prefilled)):
         case.q.mul_(3)  # scores that caps are felt by
         form = form_of(case, window, cap, has_sinks)
@@ -155,6 +155,15 @@ def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window
         if cap or has_sinks:
             without = reference.attention(case.q, case.kv_layer, case.layout, form_of(case, window, 0.0, False))
             assert (computed(case, form).flatten(1) - without).abs().max() > 0.02, "the form makes no difference here"
+
+
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_two_chunks_share_a_tile_though_their_keys_do_not(dtype: torch.dtype) -> None:
+    """The rows behind the border see nothing of the first tile of keys."""
+    case = paged_case([(40, 1040)], heads=2, groups=1, dim=64, dtype=dtype)
+    form = AttentionForm(0.1, -513)
+    check(prefilled(case, form), case, form)
 
 
 @pytest.mark.usefixtures("on_each_unit")
