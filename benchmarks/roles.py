@@ -62,6 +62,8 @@ ORDER_ROUNDS = 3
 OPEN_SHARE, BURSTS_CV = 0.8, 3.0
 STRICT = 95  # percent of a request's gaps that keep its ITL bound
 WARM_UP_SEED = 1_000_000
+LOAD_SEEDS = 1_000
+"""Seeds of each load's turns: no load sends the prompts of another, which some server might still have in its cache."""
 END_S = 5.0
 
 Turn = dict[str, dict[str, Figures]]
@@ -180,14 +182,15 @@ def measure(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[Turn
 def plan_of(load: str, url: str, turn: int, capacity: float | None, arguments: argparse.Namespace) -> Plan | None:
     """Return a load's plan for one turn: the same prompts for all servers. None where its capacity is not known."""
     per_user = 1 if arguments.quick else REQUESTS_PER_USER
+    seed = LOADS.index(load) * LOAD_SEEDS + turn
     if load == "open":
         if not capacity:
             return None
         seconds = 8.0 if arguments.quick else arguments.open_s
-        return _plan(url, Gamma(OPEN_SHARE * capacity, BURSTS_CV), MIXED, seed=turn, seconds=seconds)
+        return _plan(url, Gamma(OPEN_SHARE * capacity, BURSTS_CV), MIXED, seed=seed, seconds=seconds)
     users = 8 if load == "c8" else 32
     workload = MIXED if load == "mixed" else EQUAL
-    return _plan(url, Closed(users, requests=per_user * users), workload, seed=turn)
+    return _plan(url, Closed(users, requests=per_user * users), workload, seed=seed)
 
 
 def _taken(url: str) -> dict[str, Any]:
