@@ -98,8 +98,8 @@ async def load_rank(
     try:
         if store.layout.state_numbers and settings.transfer.encoding != "raw":
             raise ConfigError(
-                f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values, and the model has layers that "
-                "keep a state: leave it at raw"
+                f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values, and the model has layers "
+                "that keep a state: leave it at raw"
             )
         transports = await asyncio.to_thread(
             make_transports,
