@@ -158,6 +158,15 @@ def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window
 
 
 @pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_two_chunks_share_a_tile_though_their_keys_do_not(dtype: torch.dtype) -> None:
+    """The rows behind the border see nothing of the first tile of keys."""
+    case = paged_case([(40, 1040)], heads=2, groups=1, dim=64, dtype=dtype)
+    form = AttentionForm(0.1, -513)
+    check(prefilled(case, form), case, form)
+
+
+@pytest.mark.usefixtures("on_each_unit")
 @pytest.mark.parametrize("block_size", [16, 33])
 @pytest.mark.parametrize(("window", "cap", "has_sinks"), [(0, 0.0, False), (100, 5.0, True)])
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 2, 64), (6, 1, 40), (15, 3, 96)])

@@ -157,8 +157,9 @@ def test_a_prefix_is_cached_as_far_as_some_window_is_still_whole() -> None:
     assert pool.lookup(hashes[:10]) < 10
 
 
-def test_a_shared_windows_block_leaves_room_for_its_successor() -> None:
-    groups = group_layers((6,))
+@pytest.mark.parametrize("window", [6, -10])
+def test_a_shared_windows_block_leaves_room_for_its_successor(window: int) -> None:
+    groups = group_layers((window,))
     pool = BlockPool(9, SIZE, groups)
     _, hashes = named(pool, 16)
     first = pool.match(hashes)  # 2 blocks of a window
