@@ -180,7 +180,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     read_config=read_v2_config,
-    always={"scoring_func": ("softmax",)},
+    always={"scoring_func": ("softmax",), "topk_method": ("greedy",)},
 )
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
