@@ -471,8 +471,11 @@ def gate_by_sigmoid_kernel(
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    numbers = tl.arange(0, PADDED)
-    logit = tl.max(tl.load(logits + row * LOGITS + numbers, mask=numbers < LOGITS, other=float("-inf")), axis=0)
+    if LOGITS == 1:
+        logit = tl.load(logits + row)
+    else:
+        numbers = tl.arange(0, PADDED)
+        logit = tl.max(tl.load(logits + row * LOGITS + numbers, mask=numbers < LOGITS, other=float("-inf")), axis=0)
     shrunk = tl.exp(-tl.abs(logit))
     factor = tl.where(logit >= 0, 1.0, shrunk) / (1.0 + shrunk)
     found = tl.load(x + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
