@@ -15,6 +15,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Activation, Quantization, Routing
 
 if TYPE_CHECKING:
+    from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
     from twostroke.model.checkpoint.quantization import QuantizedWeight
     from twostroke.model.parallel.context_parts import ContextParts
 
@@ -85,7 +86,7 @@ class AttentionForm:
     """Terms of a layer's attention: how a query's scores become weights of its context's values."""
 
     scale: float
-    window: int = 0  # the last positions that a query attends to, its own included; 0: all
+    window: int = 0  # the last positions that a query attends to, its own included; 0: all; a chunk: -size
     soft_cap: float = 0.0  # c: a scaled score s becomes c tanh(s / c); 0: none
     sinks: Tensor | None = None  # fp32 [H]: the score of one more key, which has no value (Xiao et al. 2024)
     kv_scales: KVScales = AS_THEY_ARE
@@ -216,6 +217,10 @@ class Backend(Protocol):
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x [T, hidden] times a factor; may be written into x."""
 
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """x [T, width], each row times the entry of fp32 `scales` [max_position] of its position; may be written into
+        x."""
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """fp32 [N, vocab] -> cap tanh(logits / cap); may be written into them."""
 
@@ -233,13 +238,14 @@ class Backend(Protocol):
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """Normalise Q and K where there are norms, rotate them, and write K and V into the cache; may write into qkv.
 
         qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin; rotation in the
         half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
         float8_e4m3fn, is written at `layout.slots`: in FP8 as `reference.to_fp8` rounds, straight from fp32. Returns
-        the rotated Q, [T, H, D].
+        the rotated Q, [T, H, D], multiplied by `query_scales`, fp32 [max_position], of its positions.
         """
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
@@ -255,6 +261,12 @@ class Backend(Protocol):
 
         rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, R + P].
         """
+
+    def make_delta_net(self, weights: "DeltaWeights") -> "DeltaNet":
+        """Return a layer's gated delta net over these weights, whose tensors are used as they are."""
+
+    def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
+        """x [T, columns] times the sigmoids of gates [T, columns]; may be written into x."""
 
     def make_latent_attention(self, heads: LatentHeads, parts: "ContextParts | None" = None) -> LatentAttention:
         """A layer's attention to latents, over these weights, which are copied. `parts`: the cache that it will be
@@ -276,4 +288,4 @@ class Backend(Protocol):
         which they are chosen. Whatever the logits are, NaN too, those chosen are experts."""
 
     def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
-        """x [T, hidden] times the sigmoid of logits, fp32 [T, 1]; may be written into x."""
+        """x [T, hidden] times the sigmoid of each row's highest logit, fp32 [T, N]; may be written into x."""

@@ -6,7 +6,10 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.protocol.kv_layout import KVGroups, group_layers
+from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
+
+STATE_BLOCK_STEP = 16
+"""Blocks that are larger than asked for, for the sake of states, are multiples of so many tokens."""
 
 Quantization = Literal["auto", "none", "int8", "int4"]
 """Form in which the projections' weights are held. auto: the checkpoint's."""
@@ -73,6 +76,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class QueryScale:
+    """Scale of a query by its position p, for long contexts: 1 + factor * ln(1 + floor((p + shift) / tokens))."""
+
+    tokens: int
+    factor: float
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class Projection:
     """One matrix of a layer."""
 
@@ -99,6 +111,61 @@ class LatentSizes:
     def query(self) -> int:
         """Width of a head's queries as they are projected; the rotated part is the last."""
         return self.key + self.rotary
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Gated delta nets (Yang et al. 2024, "Gated Delta Networks"), in numbers.
+
+    A layer keeps for each value head a matrix [key, value], and the last inputs of a convolution over its tokens. The
+    heads are shared out among KV heads, as the blocks are that hold the states.
+    """
+
+    key_heads: int  # of queries, and of keys
+    value_heads: int
+    key: int  # of a head's queries and keys
+    value: int  # of a head
+    taps: int  # tokens that the convolution sees, the last one included
+
+    @property
+    def key_width(self) -> int:
+        """Width of a token's queries, and of its keys."""
+        return self.key_heads * self.key
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value
+
+    @property
+    def conv_width(self) -> int:
+        """Width of what the convolution takes: queries, keys, values."""
+        return 2 * self.key_width + self.value_width
+
+    def numbers_in(self, kind: int, kv_heads: int) -> int:
+        """Return the numbers of one KV head's share in a block's part of the first or the second kind.
+
+        Half of each matrix lies in either. The convolution's inputs are queries and keys in the first, values in the
+        second; there the number of tokens that the state has seen is the last.
+        """
+        matrices = self.value_heads // kv_heads * (self.key // 2) * self.value
+        width = (2 * self.key_width, self.value_width)[kind] // kv_heads
+        return matrices + (self.taps - 1) * width + kind
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """Parts of a layer that is a gated delta net, by their names within it. Its output's projection is `output`."""
+
+    qkv: Projection  # queries, keys, values of all heads one behind the other
+    gate: Projection  # of the output
+    beta: Projection  # the strength of each value head's update
+    decay: Projection  # its forgetting
+    conv: str  # [conv width, 1, taps]
+    decay_log: str  # [value heads]
+    decay_bias: str  # [value heads]
+    norm: str  # of a value head's output; it is no norm that adds one
+    output: Projection
+    by_key_heads: bool = False  # qkv and gate are one tensor, beta and decay another, each key head's rows together
 
 
 @dataclass(frozen=True)
@@ -151,7 +218,10 @@ class ExpertsSpec:
     gate: Projection  # `*` in a name stands for the expert's number
     up: Projection
     down: Projection
-    are_stacked: bool = False  # one tensor of all experts [number, in, out], `.weight` left out; gate, up take turns
+    # One tensor of all experts [number, in, out], `.weight` left out; columns of gate and up take turns, where
+    # `up.first_row` does not say where the latter begin.
+    are_stacked: bool = False
+    scales_input: bool = False  # the one chosen expert's input is multiplied by its score's sigmoid, not its result
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside
     shared_gate: Projection | None = None  # whose sigmoid the shared one's result is multiplied by
@@ -176,6 +246,7 @@ class LayerSpec:
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
     k_norm: str | None = None
+    normalises_rotated: bool = False  # norms without weights of each head's queries and keys, where they are rotated
     q_row_norm: str | None = None  # of all heads' queries of a token together, and of its keys
     k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
@@ -184,7 +255,14 @@ class LayerSpec:
     # `k`, then of `v`, and so on; `v.first_row` is where they begin within a head's.
     latent: LatentSpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
+    gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
+    delta: DeltaSpec | None = None  # instead of attention, in `ModelShape.state_layers`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
+
+
+TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
+"""Prefixes in checkpoints that see images: what stands for `model.`, and before `lm_head.`. transformers' modules have
+the first pair, most files the second. Others name their text's tensors as checkpoints of text alone do."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +277,13 @@ class DecoderSpec:
     lm_head: str  # where embeddings are not tied
     norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
+    is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
+
+    def names_in_files(self, module: str) -> tuple[str, ...]:
+        """Return the names that checkpoints may have for a module of this decoder."""
+        inner = module.removeprefix("model.")
+        wrapped = TEXT_PREFIXES if self.is_wrapped else ()
+        return module, *(f"{head}{module}" if inner == module else f"{text}{inner}" for text, head in wrapped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +298,25 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     max_position: int  # positions the model accepts, prompt and output together
-    windows: tuple[int, ...] = ()  # of each layer: the last tokens that it attends to, itself included; 0: all. (): all
+    # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
+    windows: tuple[int, ...] = ()
     latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
+    state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
+
+    def keeps_state(self, layer: int) -> bool:
+        """Return True if the layer keeps a state instead of keys and values."""
+        return self.state is not None and self.window(layer) == STATE_WINDOW
+
+    @property
+    def state_numbers(self) -> int:
+        """Return KVLayout.state_numbers."""
+        state = self.state
+        return 0 if state is None else max(state.numbers_in(kind, self.num_kv_heads) for kind in (0, 1))
+
+    def fitting_block_size(self, wanted: int, itemsize: int) -> int:
+        """Return the tokens of a block of numbers of `itemsize` bytes: `wanted`, or as many as a state needs."""
+        least = least_block_tokens(self.state_numbers, self.head_dim, itemsize)
+        return wanted if least <= wanted else -(-least // STATE_BLOCK_STEP) * STATE_BLOCK_STEP
 
     @property
     def kv_kinds(self) -> int:
@@ -222,7 +324,7 @@ class ModelShape:
         return 2 if self.latent is None else 1
 
     def window(self, layer: int) -> int:
-        """Tokens; 0: all."""
+        """Return what a layer attends to, as kv_layout.first_seen takes it; 0: all."""
         return self.windows[layer] if self.windows else 0
 
     @property
@@ -265,8 +367,9 @@ class ModelShape:
 
     @property
     def kv_values(self) -> int:
-        """Numbers that the caches of all layers hold of one token."""
-        return self.kv_kinds * self.num_layers * self.kv_size
+        """Numbers that the caches of all layers hold of one token, states aside."""
+        layers = sum(not self.keeps_state(layer) for layer in range(self.num_layers))
+        return self.kv_kinds * layers * self.kv_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +383,8 @@ class ModelConfig(ModelShape):
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
     local_rope: RopeConfig | None = None
     local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
+    query_scale: QueryScale | None = None
+    scaled_layers: frozenset[int] = frozenset()  # whose queries `query_scale` multiplies
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim), which no latents' is
     soft_cap: float = 0.0  # c: a score s becomes c tanh(s / c); 0: none
     activation: Activation = "silu"

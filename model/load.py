@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,8 @@ class LoadedEngine:
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
+        block_size = model.fitting_block_size(config.block_size, self._kv_dtype.itemsize)
+        config = self._config = replace(config, block_size=block_size)
         self.weights = found.weights_as(config.quantization)
         found.check_ranks(config.parallel, config.block_size)
         weights = found.weight_bytes(self._dtype, config.quantization, config.parallel)
@@ -292,10 +295,11 @@ def _graphs(
 def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache) -> list[StepShape]:
     """Return the shapes of steps with prompts that get graphs: none where the host must know the contexts' lengths.
 
-    Latents are expanded part by part, as far as contexts go; what transformers computes may ask for more. Nor are there
-    any of one of several stages.
+    Latents are expanded part by part, as far as contexts go, and states are computed row by row of block tables; what
+    transformers computes may ask for more. Nor are there any of one of several stages.
     """
-    if not isinstance(decoder, Decoder) or kv_cache.layout.kinds == 1 or config.parallel.has_stages:
+    layout = kv_cache.layout
+    if not isinstance(decoder, Decoder) or layout.kinds == 1 or layout.state_numbers or config.parallel.has_stages:
         return []
     most = most_rows(decoder.parameters_a_layer, config.announces_layers)
     return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most)
@@ -408,12 +412,14 @@ def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:
 
     The blocks belong to no sequence yet; their content counts as zeros.
     """
-    length = min(max_context - 1, 2 * kv_cache.block_size + 1)
+    num_rows, num_groups = kv_cache.num_blocks // kv_cache.groups.count, kv_cache.groups.count
+    room = max(1, num_rows) * kv_cache.block_size  # a state that another group's rows overwrite is none
+    length = min(max_context - 1, 2 * kv_cache.block_size + 1, room - 1)
     if length < 1:
         return
+    num_places = -(-(length + 1) // kv_cache.block_size) * num_groups
     # Where blocks are few, all groups share one, as they share tensors.
-    rows = range(-(-(length + 1) // kv_cache.block_size))
-    table = [row % kv_cache.num_blocks for row in rows for _ in range(kv_cache.groups.count)]
+    table = [place % kv_cache.num_blocks for place in range(num_places)]
     # A GPU compiles the kernels of both filters.
     sampling = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
     draw = Draw(sampling, history=[0] * (length + 1), num_prompt_tokens=length)

@@ -23,6 +23,7 @@ from twostroke.model.backend import (
 )
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation, Routing
+from twostroke.protocol.kv_layout import first_seen
 
 if TYPE_CHECKING:
     from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -48,6 +49,11 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 def scale(x: Tensor, factor: float) -> Tensor:
     """x times a factor, rounded once."""
     return (x.float() * factor).to(x.dtype)
+
+
+def scale_by_position(x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+    """x [T, width], each row times the scale of its position, rounded once."""
+    return (x.float() * scales[positions][:, None]).to(x.dtype)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
@@ -109,8 +115,10 @@ def rope_and_write_kv(
     slots: Tensor,
     norms: HeadNorms | None = None,
     kv_scales: KVScales = AS_THEY_ARE,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotated Q [T, H, D]; rotated K and V go into `kv_layer` at `slots`, but for negative ones."""
+    """Rotated Q [T, H, D], times `query_scales` of its positions; rotated K, and V, go into `kv_layer` at `slots`, but
+    for negative ones."""
     _, _, groups, block_size, dim = kv_layer.shape
     heads = qkv.shape[1] // dim - 2 * groups
     q, k, v = qkv.view(-1, heads + 2 * groups, dim).tensor_split((heads, heads + groups), dim=1)
@@ -123,7 +131,8 @@ def rope_and_write_kv(
         turned, v = to_fp8(turned, kv_scales.key), to_fp8(v, kv_scales.value)
     kv_layer[blocks, 0, :, offsets] = turned[kept].to(kv_layer.dtype)
     kv_layer[blocks, 1, :, offsets] = v[kept]
-    return rope(q, positions, cos_sin)
+    rotated = _turned(q, positions, cos_sin)
+    return (rotated if query_scales is None else rotated * query_scales[positions][:, None, None]).to(q.dtype)
 
 
 def paged_attention(
@@ -149,7 +158,7 @@ def paged_attention(
         start, end = starts[sequence], starts[sequence + 1]
         if context_len == 0 or start == end:
             continue
-        first = max(0, context_len - (end - start) - form.window + 1) if form.window else 0
+        first = first_seen(form.window, context_len - (end - start))
         keys = torch.arange(first, context_len, device=q.device)
         blocks = block_tables[sequence, keys // block_size].long()
         kinds = kv_layer[blocks, :, :, keys % block_size].float().repeat_interleave(heads // groups, dim=2)
@@ -159,8 +168,10 @@ def paged_attention(
             scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
         positions = torch.arange(context_len - (end - start), context_len, device=q.device).unsqueeze(1)
         visible = keys <= positions
-        if form.window:
+        if form.window > 0:
             visible &= keys > positions - form.window
+        elif form.window < 0:
+            visible &= keys >= positions - positions % -form.window
         scores = scores.masked_fill(~visible, -math.inf)
         if form.sinks is not None:
             scores = torch.cat((scores, form.sinks[:, None, None].expand(-1, end - start, 1)), dim=2)
@@ -286,5 +297,5 @@ def _linear(x: Tensor, weight: "Tensor | QuantizedWeight", bias: Tensor | None) 
 
 
 def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
-    """x [T, hidden] times the sigmoid of logits, fp32 [T, 1], rounded once."""
-    return (x.float() * logits.sigmoid()).to(x.dtype)
+    """x [T, hidden] times the sigmoid of each row's highest logit, fp32 [T, N], rounded once."""
+    return (x.float() * logits.amax(1, keepdim=True).sigmoid()).to(x.dtype)

@@ -1,5 +1,6 @@
 """A model's folder as an engine sees it, whichever way it is served: by a decoder of ours, or through transformers."""
 
+import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,8 @@ from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 
 Way = Literal["native", "transformers"]
+
+_log = logging.getLogger(__name__)
 
 
 class ServedModel(Protocol):
@@ -141,5 +144,7 @@ class NativeModel:
     def decoder(self, options: LoadOptions, backend: Backend, parallel: TensorParallel) -> Decoder:
         parts = ContextParts(parallel) if options.shares_contexts else None
         place = parallel.shard, parallel.stage, parts
+        if (towers := self._checkpoint.num_tower_tensors) and parallel.shard.rank == 0 and parallel.stage.is_first:
+            _log.info("serving %s: the %d tensors for images are not loaded", self.family, towers)
         weights = load_decoder_weights(self._checkpoint, self.shape, options, backend, *place)
         return Decoder(self.shape, weights, backend, parallel)

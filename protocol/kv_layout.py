@@ -10,9 +10,15 @@ ranks some heads. Rank r of the worker is rank r % tp_size of stage r // tp_size
 Where a stage's ranks would all hold the same latents they may divide the tokens instead (context parallelism): of each
 block each has one part, the first rank the first tokens. Tables and block sizes are as if there were one rank.
 
+Layers that keep a state of fixed size instead of rows (delta nets, state-space models) put it into blocks of the same
+size, in each of the block's parts for a kind and a head its share, as fp32 numbers: STATE_WINDOW.
+
 Where all layers keep everything there is one tensor a layer. Where some keep a window, layers are cut into groups of
 equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
 set apart for either. Each stage cuts its own layers so, into as many groups, with the same windows.
+
+A window may also be a chunk: a token attends to those of its own chunk, which begins at a multiple of the chunk's size.
+Its number is the negative size: the same numbers that say what attention sees then say what is kept.
 
 A request has a block table with a row for each `block_size` tokens, and in each row one block id for every group, or
 NO_BLOCK where the group's window has left the row behind, or has not come to it. A table is one flat list, row by row.
@@ -33,15 +39,37 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, FP8: 1}
 
 NO_BLOCK = -1
 
+STATE_WINDOW = 2
+"""Window of layers that keep a state instead of rows. A block holds the state behind the last computed token of its row
+of the table, and the next token goes on from that of the token before it: so much a window of two tokens keeps. A state
+behind a full row stays as it is, and is a prefix's as the row's keys and values are."""
+
 TYPICAL_TOKENS = 2048
 """Tokens of a request whose length is not known."""
+
+
+def first_seen(window: int, position: int) -> int:
+    """Return the first position that the token at `position` attends to.
+
+    `window`: 0 for all, else the last tokens, itself included, or of a chunk the negative size.
+    """
+    if window < 0:
+        return position - position % -window
+    return max(0, position + 1 - window) if window else 0
+
+
+def mean_seen(window: int, context: float) -> float:
+    """Return how many of `context` tokens the last one attends to: behind the first chunk, half a chunk on average."""
+    if window < 0 and context > -window:
+        return -window / 2
+    return min(context, abs(window) or context)
 
 
 @dataclass(frozen=True)
 class KVGroups:
     """The layers that share block tables, and the tensor of the cache that each writes into."""
 
-    windows: tuple[int, ...]  # of each group: how many of the last tokens its layers attend to; 0: all
+    windows: tuple[int, ...]  # of each group: what its layers attend to, as to `first_seen`
     of_layer: tuple[int, ...]  # each layer's group
     tensor_of_layer: tuple[int, ...]
 
@@ -65,12 +93,11 @@ class KVGroups:
 
     def first_kept(self, group: int, num_tokens: int) -> int:
         """The first token that the one after `num_tokens` others attends to in this group's layers."""
-        window = self.windows[group]
-        return max(0, num_tokens + 1 - window) if window else 0
+        return first_seen(self.windows[group], num_tokens)
 
     def most_rows(self, group: int, block_size: int, step_tokens: int) -> int:
         """Return the table rows that a group with a window needs at once, a step of `step_tokens` included."""
-        return (self.windows[group] + step_tokens + block_size - 2) // block_size + 1
+        return (abs(self.windows[group]) + step_tokens + block_size - 2) // block_size + 1
 
     def blocks_of(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` tokens takes at once, in steps of so many at most."""
@@ -102,17 +129,18 @@ class KVGroups:
     def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
         """Return the part of the KV of so many tokens, over all layers, that a transfer sends."""
         windows = self.layer_windows
-        return sum(min(1.0, window / num_tokens) if window else 1.0 for window in windows) / len(windows)
+        parts = [num_tokens % -window if window < 0 else min(num_tokens, window or num_tokens) for window in windows]
+        return sum(parts) / num_tokens / len(windows)
 
 
 @lru_cache
 def group_layers(windows: tuple[int, ...]) -> KVGroups:
-    """Cut layers with these windows (0: all tokens) into groups, each as large as the smaller kind of layers.
+    """Cut layers with these windows (as to `first_seen`) into groups, each as large as the smaller kind of layers.
 
     So what groups lack to be equally large is memory that nobody uses: some percent where kinds have odd numbers. The
     first group is one that keeps everything, where there is one: its blocks are what a prefix is known by.
     """
-    kinds = sorted(set(windows))
+    kinds = sorted(set(windows), key=abs)
     size = min(windows.count(kind) for kind in kinds)
     of_layer, tensors, of_groups = [0] * len(windows), [0] * len(windows), list[int]()
     for kind in kinds:
@@ -163,10 +191,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     block_size: int  # tokens
     tp_size: int = 1
     version: int = 1  # of this very arrangement
-    windows: tuple[int, ...] = ()  # of each layer, in tokens, 0: it keeps all; (): all keep all
+    windows: tuple[int, ...] = ()  # of each layer, as to `first_seen`; (): all keep all
     kinds: int = 2  # of rows: keys and values; 1: latents
     pp_size: int = 1
     context_ranks: int = 1  # of a stage, that share each block's tokens; 1: all of its ranks hold all of them
+    state_numbers: int = 0  # fp32, of a state for each kind and KV head; 0: no layer keeps a state
 
     @property
     def groups(self) -> KVGroups:
@@ -240,6 +269,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+def least_block_tokens(state_numbers: int, head_dim: int, itemsize: int) -> int:
+    """Return the fewest tokens of a block that has room for a layer's state; 1 where there is none."""
+    return max(1, -(-state_numbers * DTYPE_BYTES["float32"] // (head_dim * itemsize)))
+
+
 def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "raw") -> str | None:
     """Return why KV can't go from `source` to `target`, with both sides' values; None where it can.
 
@@ -253,6 +287,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         ("kinds", "kinds of rows"),
         ("version", "layout version"),
         ("windows", "layers' windows"),
+        ("state_numbers", "size of a layer's state"),
     ):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
@@ -261,6 +296,8 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         return f"the KV dtype differs: {source.dtype} at the source, {target.dtype} at the target"
     if encoding != "raw" and source.dtype == FP8:
         return f"KV in {FP8} has one byte a value already: it is sent as it is stored, not as {encoding}"
+    if encoding != "raw" and source.state_numbers:
+        return f"the model has layers that keep a state, which is sent as it is stored, not as {encoding}"
     if any(source.windows) and source.block_size != target.block_size:
         return (  # a window would begin within one side's block, which could never be found again as a prefix
             "the model has layers with a window, which need the same block size on both sides: it is "
@@ -310,7 +347,13 @@ def _fault(layout: KVLayout) -> str | None:
         return f"{layout.pp_size} pipeline stages can't share {layout.num_layers} layers"
     if layout.kinds not in (1, 2):
         return f"there are no caches of {layout.kinds} kinds of rows"
-    if layout.windows and (len(layout.windows) != layout.num_layers or min(layout.windows) < 0):
+    if layout.state_numbers:
+        if layout.kinds != 2 or layout.tp_size > layout.num_kv_heads:
+            return f"{layout.tp_size} tensor-parallel ranks can't share states by {layout.num_kv_heads} KV heads"
+        needed = least_block_tokens(layout.state_numbers, layout.head_dim, DTYPE_BYTES[layout.dtype])
+        if layout.block_size < needed:
+            return f"blocks of {layout.block_size} tokens have no room for a state, which takes {needed}"
+    if layout.windows and len(layout.windows) != layout.num_layers:
         return f"the windows are not those of {layout.num_layers} layers"
     small, large = sorted((layout.tp_size, layout.num_kv_heads))
     if large % small:

@@ -12,7 +12,7 @@ import numpy as np
 
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.model.step import BlockCopy
-from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, group_table
+from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, first_seen, group_table
 from twostroke.worker.scheduling.block_pool import BlockPool
 
 KV_HEADS = 2
@@ -128,8 +128,7 @@ class FakeStore:
             held = self.layout.tokens_of(self.rank)
             whole[:, held.start : held.stop] = blocks
             blocks = whole
-        window = self._groups.layer_windows[layer - self._first_layer]
-        first = max(0, num_positions - window) if window else 0
+        first = first_seen(self._groups.layer_windows[layer - self._first_layer], num_positions - 1)
         return blocks.reshape(-1, *blocks.shape[2:])[first:num_positions]
 
     def position(self, layer: int, block_ids: Sequence[int], position: int) -> bytes:

@@ -193,9 +193,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, way: Way) -> LoadedEngine:
-    largest = max(SWEPT if args.sweep else BATCHES)
-    most_tokens = max(args.prompt_tokens, largest * (args.context + args.steps + BLOCK_SIZE))
-    groups = load_model_config(folder).kv_groups
+    largest, model = max(SWEPT if args.sweep else BATCHES), load_model_config(folder)
+    block_size = model.fitting_block_size(BLOCK_SIZE, torch.bfloat16.itemsize)
+    most_tokens = max(args.prompt_tokens, largest * (args.context + args.steps + 2 * block_size))
     return load_engine(
         EngineConfig(
             folder,
@@ -203,8 +203,8 @@ def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, wa
             dtype="bfloat16",
             quantization=quantization,
             threads=args.threads,
-            block_size=BLOCK_SIZE,
-            num_blocks=(-(-most_tokens // BLOCK_SIZE) + 1) * groups.count,
+            block_size=block_size,
+            num_blocks=(-(-most_tokens // block_size) + 1) * model.kv_groups.count,
         )
     )
 
@@ -223,10 +223,22 @@ def decode_step(batch: int, position: int, width: int) -> list[SequenceStep]:
     return [SequenceStep([1 + row], position, table, draw) for row, table in enumerate(tables)]
 
 
-def decodes(loaded: LoadedEngine, batch: int, args: argparse.Namespace) -> Subject:
-    config = loaded.model_config
-    width = -(-(args.context + args.steps + 1) // BLOCK_SIZE) * config.kv_groups.count
+async def decodes(loaded: LoadedEngine, batch: int, args: argparse.Namespace) -> Subject:
+    """Return decode steps behind `args.context` tokens, which count as cached whatever the cache holds.
+
+    States must have seen all of them. So their prompts are computed here, up to the end of a block, and all steps
+    compute the token behind it: the state that they go on from stays as it is.
+    """
+    config, size = loaded.model_config, loaded.kv_cache.block_size
+    width = -(-(args.context + args.steps + 1) // size) * config.kv_groups.count
     steps = [decode_step(batch, args.context + number, width) for number in range(args.steps)]
+    if config.state is not None:
+        context = -(-args.context // size) * size
+        width = (context // size + 1) * config.kv_groups.count
+        steps = [decode_step(batch, context, width)] * args.steps
+        for step in steps[0]:
+            ids = [1 + number % 31000 for number in range(context)]
+            await loaded.engine.step([SequenceStep(ids, 0, step.block_ids, None)])
     return Subject(loaded, steps, decode_work(config, batch, args.context + args.steps / 2, args.quantization))
 
 
@@ -239,7 +251,7 @@ async def _measure_all(load: Callable[..., LoadedEngine], args: argparse.Namespa
     results = {"prefill": medians((await in_turns("prefill", {"": subject}, rounds, machine))[""])}
     machine = LimitsMeter()
     for batch in BATCHES:
-        turns = await in_turns(f"decode at batch {batch}", {"": decodes(loaded, batch, args)}, rounds, machine)
+        turns = await in_turns(f"decode at batch {batch}", {"": await decodes(loaded, batch, args)}, rounds, machine)
         results[f"decode_b{batch}"] = medians(turns[""])
     print(f"{'':12}{'tokens/s':>12}{'of floor':>10}{'of GEMM':>10}{'of read':>10}")
     for name, result in results.items():
@@ -252,13 +264,13 @@ async def _measure_all(load: Callable[..., LoadedEngine], args: argparse.Namespa
         "decode_b32_over_floor": results["decode_b32"].over_floor,
     }
     kinds = {kind: loaded if kind == args.quantization else load(quantization=kind) for kind in KINDS}
-    subjects: dict[str, Subject] = {kind: decodes(engine, 1, args) for kind, engine in kinds.items()}
+    subjects: dict[str, Subject] = {kind: await decodes(engine, 1, args) for kind, engine in kinds.items()}
     turns = await in_turns("bf16, int8 and int4 at batch 1", subjects, 2 * rounds)
     for kind in KINDS[1:]:
         figures[f"{kind}_b1_over_bf16"] = gain(turns, kind, "none")
         print(f"batch 1 in {kind}: {gain(turns, kind, 'none'):.2f} times as fast as in bf16")
     if args.way != "native":
-        subjects = {"ours": decodes(load(way="native"), 8, args), args.way: decodes(loaded, 8, args)}
+        subjects = {"ours": await decodes(load(way="native"), 8, args), args.way: await decodes(loaded, 8, args)}
         turns = await in_turns("through transformers and by our own decoder at batch 8", subjects, 2 * rounds)
         figures["decode_b8_over_native"] = gain(turns, args.way, "ours")
         print(f"batch 8: {gain(turns, args.way, 'ours'):.2f} of the speed of our own decoder")
@@ -271,7 +283,7 @@ async def _measure_pair(one: LoadedEngine, other: LoadedEngine, args: argparse.N
     figures: dict[str, float] = {}
     machine = LimitsMeter()
     for batch in BATCHES:
-        pair = {"": decodes(one, batch, args), "against_": decodes(other, batch, args)}
+        pair = {"": await decodes(one, batch, args), "against_": await decodes(other, batch, args)}
         turns = await in_turns(f"decode at batch {batch}", pair, args.rounds, machine)
         results = {who: medians(of_one) for who, of_one in turns.items()}
         shares = "".join(f"{result.tokens_per_s:>18.1f}{result.over_floor:>10.2f}" for result in results.values())

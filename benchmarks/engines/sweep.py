@@ -17,7 +17,7 @@ async def measure_sweep(loaded: LoadedEngine, args: argparse.Namespace) -> dict[
     A shared machine's limits change from minute to minute. So each batch is held against the limits around it, and both
     curves are drawn for the medians of all limits.
     """
-    machine, subjects = LimitsMeter(), {batch: decodes(loaded, batch, args) for batch in SWEPT}
+    machine, subjects = LimitsMeter(), {batch: await decodes(loaded, batch, args) for batch in SWEPT}
     results = {}
     for batch, subject in subjects.items():
         turns = await in_turns(f"decode at batch {batch}", {"": subject}, args.rounds, machine)

@@ -14,6 +14,7 @@ import msgspec
 
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Address, Peer
 
@@ -95,11 +96,23 @@ async def load_rank(
     loaded = await asyncio.to_thread(load_engine, config, place)
     store: KVStore = loaded.kv_cache
     try:
+        if store.layout.state_numbers and settings.transfer.encoding != "raw":
+            raise ConfigError(
+                f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values, and the model has layers "
+                "that keep a state: leave it at raw"
+            )
         transports = await asyncio.to_thread(
             make_transports,
             settings.transport,
             store,
-            peers=[msgspec.structs.replace(store.layout.over(cut), block_size=size) for cut, size in settings.peers],
+            peers=[
+                msgspec.structs.replace(
+                    store.layout.over(cut),
+                    # Both roles' blocks have room for the model's states.
+                    block_size=loaded.model_config.fitting_block_size(size, loaded.kv_cache.tensors[0].itemsize),
+                )
+                for cut, size in settings.peers
+            ],
             encoding=settings.transfer.encoding,
             tcp_streams=settings.tcp_streams,
             tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,

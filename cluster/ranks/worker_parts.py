@@ -95,7 +95,7 @@ async def load_parts(
             peer=peer,
             engine=engine,
             store=rank.store,
-            pool=BlockPool(rank.loaded.num_blocks, settings.block_size, rank.store.layout.groups),
+            pool=BlockPool(rank.loaded.num_blocks, rank.store.layout.block_size, rank.store.layout.groups),
             network=network,
             sender=sender,
             receiver=receiver,
@@ -133,7 +133,7 @@ async def load_parts(
         if settings.device == "cpu":
             led.has_formed()
         swap_space = rank.loaded.swap_space
-        rows = -(-rank.loaded.max_context // settings.block_size)
+        rows = -(-rank.loaded.max_context // rank.store.layout.block_size)
         check_step_size(
             settings,
             rank.loaded.max_context,

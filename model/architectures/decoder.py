@@ -1,5 +1,5 @@
-"""The decoder of all families, over loaded weights: layers of grouped-query attention, or of attention to latents, and
-a gated MLP, or experts, with norms before each of them, or behind, or both.
+"""The decoder of all families, over loaded weights: layers of grouped-query attention, of attention to latents, or of
+gated delta nets, and a gated MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights and activations share one dtype, which is the cache's, too, unless that is FP8; norms, rotation and attention
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.delta_net import DeltaNet
 from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import ModelConfig, Routing
@@ -51,6 +52,7 @@ class RoutedWeights:
     correction: Tensor | None  # fp32 [experts]
     routing: Routing
     experts: Experts  # this rank's summand
+    scales_input: bool  # as ExpertsSpec's
     shared_gate: Linear | None  # hidden -> 1: of the MLP beside
 
 
@@ -59,7 +61,7 @@ class LayerWeights:
     """One decoder layer; q, k, v are fused by rows. Norms are fp32."""
 
     input_norm: Tensor | None  # [hidden]; None: none
-    qkv: Linear | LatentWeights  # hidden -> (H + 2 G) D of this rank
+    qkv: Linear | LatentWeights | DeltaNet  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
     mlp_norm: Tensor | None  # [hidden]
     mlp: MlpWeights | None  # None: experts alone
@@ -70,6 +72,8 @@ class LayerWeights:
     attention: AttentionForm
     attention_norm: Tensor | None  # [hidden]
     output_norm: Tensor | None  # [hidden]
+    output_gate: Linear | None = None  # hidden -> H D, whose sigmoid the attention's result is multiplied by
+    query_scales: Tensor | None = None  # fp32 [max_context], shared likewise
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,11 @@ class Decoder:
         for index, layer in enumerate(layers):
             layout = layouts[self._groups.of_layer[index]]
             kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
-            q = self._write_kv(x, layer, kv_layer, layout)
+            gate = None if layer.output_gate is None else layer.output_gate(x)
+            if isinstance(layer.qkv, DeltaNet):
+                q = layer.qkv(x, kv_layer, layout)
+            else:
+                q = self._write_kv(x, layer, layer.qkv, kv_layer, layout)
             if on_layer is not None:  # on CUDA the write is launched
                 on_layer(self._model_layers[index])
             is_last = index == len(layers) - 1
@@ -220,32 +228,40 @@ class Decoder:
                 if needed.rows.numel() == 0:
                     return None
                 q, residual = q[needed.rows], residual[needed.rows]
+                gate = None if gate is None else gate[needed.rows]
                 layout = layout.of_last_tokens(needed)
-            if isinstance(layer.qkv, LatentWeights):
+            if isinstance(layer.qkv, DeltaNet):
+                x = q
+            elif isinstance(layer.qkv, LatentWeights):
                 x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
             else:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
+            if gate is not None:
+                x = backend.gate_rows(x, gate)
             x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
             x, is_whole = self._feed_forward(x, layer)
             following = final_norm if is_last else layers[index + 1].input_norm
             x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
         return x
 
-    def _write_kv(self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    def _write_kv(
+        self, x: Tensor, layer: LayerWeights, projection: Linear | LatentWeights, kv_layer: Tensor, layout: BatchLayout
+    ) -> Tensor:
         """Write a layer's keys and values, or latents, into the cache. Returns the queries, one row per token."""
         backend, parallel = self._backend, self._parallel
-        if isinstance(layer.qkv, LatentWeights):
-            latents = layer.qkv
+        if isinstance(projection, LatentWeights):
+            latents = projection
             backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
             if latents.query_down is not None and latents.query_norm is not None:
                 x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
-            return latents.query(x)
-        qkv = layer.qkv(x)
+            q, scales = latents.query(x), layer.query_scales
+            return q if scales is None else backend.scale_by_position(q, scales, layout.positions)
+        qkv = projection(x)
         if layer.row_norms is not None:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
             qkv = backend.norm_rows(qkv, square_sums, layer.row_norms)
         return backend.rope_and_write_kv(
-            qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales
+            qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales, layer.query_scales
         )
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
@@ -258,6 +274,8 @@ class Decoder:
             return beside, False
         logits = routed.router(x, out_dtype=torch.float32)
         chosen = backend.route(logits, routed.correction, routed.routing)
+        if routed.scales_input:
+            x = backend.gate_by_sigmoid(x, logits)
         y = routed.experts(x, chosen)
         if beside is None:  # else an all-reduce is needed anyway
             if not expert_sums.pays(y, routed.routing.top_k, self._parallel.shard):

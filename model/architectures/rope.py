@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from twostroke.model.config import RopeConfig
+from twostroke.model.config import QueryScale, RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
@@ -22,6 +22,14 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) ->
         cos[:, : rotated // 2] = angles.cos() * rope.attention_factor
         sin[:, : rotated // 2] = angles.sin() * rope.attention_factor
     return torch.cat((cos, sin), dim=-1)
+
+
+def query_scale_table(scale: QueryScale | None, num_positions: int) -> Tensor | None:
+    """fp32 [num_positions], in the order of operations of transformers."""
+    if scale is None:
+        return None
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    return torch.log1p(torch.floor((positions + scale.shift) / scale.tokens)) * scale.factor + 1.0
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:

@@ -143,6 +143,7 @@ def make_kv_cache(
         kinds=config.kv_kinds,
         pp_size=parallel.stages,
         context_ranks=parallel.context_ranks,
+        state_numbers=config.state_numbers,
     )
     num_tensors = layout.groups_of(rank).num_tensors
     shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)

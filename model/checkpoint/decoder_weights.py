@@ -1,6 +1,7 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from twostroke.model.architectures.decoder import (
     MlpWeights,
     RoutedWeights,
 )
-from twostroke.model.architectures.rope import cos_sin_table, head_order
+from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
+from twostroke.model.architectures.rope import cos_sin_table, head_order, query_scale_table
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -30,6 +32,8 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_t
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import (
+    DeltaSizes,
+    DeltaSpec,
     ExpertsSpec,
     LatentSizes,
     LatentSpec,
@@ -109,16 +113,19 @@ class _RankTensors:
 
     def by_rows(self, prefix: str, parts: dict[Projection, slice]) -> Linear:
         """Return one projection that computes all of these, each for its rows: all have a bias, or none."""
-        weights = [self._rows(prefix, part, rows) for part, rows in parts.items()]
+        weights = [self.rows(prefix, part, rows) for part, rows in parts.items()]
         biases = [
             in_order(self.kept(f"{prefix}{part.name}.bias", _rows_within(part, rows)), self.orders.get(part))
             for part, rows in parts.items()
             if part.has_bias
         ]
+        return self.linear(self.together(weights), torch.cat(biases) if biases else None)
+
+    def together(self, weights: Sequence[_Weight]) -> _Weight:
+        """Return weights one below the other, quantised where their forms allow it."""
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         together = one_below_the_other(quantized) if len(quantized) == len(weights) else None
-        weight = torch.cat([self.plain(found) for found in weights]) if together is None else together
-        return self.linear(weight, torch.cat(biases) if biases else None)
+        return torch.cat([self.plain(found) for found in weights]) if together is None else together
 
     def by_columns(self, prefix: str, projection: Projection, columns: slice) -> Linear:
         """Return the projection of this rank's summand; the bias counts once among the ranks."""
@@ -131,12 +138,15 @@ class _RankTensors:
         bias = self.kept(f"{prefix}{part.name}.bias") if part.has_bias else None
         return self.linear(self.weight(f"{prefix}{part.name}.weight"), bias, "none")
 
-    def _rows(self, prefix: str, part: Projection, rows: slice) -> _Weight:
+    def rows(self, prefix: str, part: Projection, rows: slice) -> _Weight:
         """Return this rank's rows, in the order in which kernels rotate them."""
-        found = self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
         if part not in self.orders:
-            return found
-        places = in_order(torch.arange(rows.stop - rows.start), self.orders[part])
+            return self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
+        return self.at_places(prefix, part, rows, in_order(torch.arange(rows.stop - rows.start), self.orders[part]))
+
+    def at_places(self, prefix: str, part: Projection, rows: slice, places: Tensor) -> _Weight:
+        """Return the rows that are at these places among `rows`."""
+        found = self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
         return found[places] if isinstance(found, Tensor) else found.rows(places)
 
 
@@ -162,6 +172,8 @@ class _DecoderLoader:
         self._experts = _ExpertsLoader(checkpoint, options, shard)
         self._order = head_order(config.rope, config.rotary_dim)
         self._heads = shard.part(config.num_heads)
+        scales = query_scale_table(config.query_scale, options.max_context)
+        self._query_scales = None if scales is None else scales.to(options.device)
         self._query_rows = of_heads(self._heads, config.head_dim)
         self._kv_rows = of_heads(shard.kv_heads(config.num_kv_heads), config.head_dim)
 
@@ -178,27 +190,104 @@ class _DecoderLoader:
     def _layer(self, index: int, cos_sin: Tensor) -> LayerWeights:
         config, parts = self._config, self._config.spec.layer
         prefix = f"{config.spec.layers}.{index}."
-        if parts.latent is None or config.latent is None:
-            rows = {parts.q: self._query_rows, parts.k: self._kv_rows, parts.v: self._kv_rows}
-            qkv: Linear | LatentWeights = self._tensors.by_rows(prefix, rows)
-            mixed = self._query_rows
-        else:
-            qkv = self._latents(prefix, parts.latent, config.latent)
-            mixed = of_heads(self._heads, config.latent.value)
+        qkv, output, output_gate = self._mixer(index, prefix)
+        keeps_state = config.keeps_state(index)
         return LayerWeights(
             input_norm=self._norm_if_any(prefix, parts.input_norm),
             qkv=qkv,
-            output=self._tensors.by_columns(prefix, parts.output, mixed),
+            output=output,
             mlp_norm=self._norm_if_any(prefix, parts.mlp_norm),
             mlp=self._mlp(prefix, config.mlp_of(index)),
             routed=self._routed(prefix, config.experts_of(index)),
             cos_sin=cos_sin,
-            head_norms=self._head_norms(prefix),
-            row_norms=self._row_norms(prefix),
+            head_norms=None if keeps_state else self._head_norms(prefix, index),
+            row_norms=None if keeps_state else self._row_norms(prefix),
             attention=self._attention_form(prefix, index),
             attention_norm=self._norm_if_any(prefix, parts.attention_norm),
             output_norm=self._norm_if_any(prefix, parts.output_norm),
+            output_gate=output_gate,
+            query_scales=self._query_scales if index in config.scaled_layers else None,
         )
+
+    def _mixer(self, index: int, prefix: str) -> tuple[Linear | LatentWeights | DeltaNet, Linear, Linear | None]:
+        """Return what mixes a layer's tokens, the projection of its result, and the gate of that result, if any."""
+        config, parts, tensors = self._config, self._config.spec.layer, self._tensors
+        if parts.delta is not None and config.state is not None and config.keeps_state(index):
+            sizes = _of_rank(config.state, self._shard)
+            columns = of_heads(self._shard.part(config.state.value_heads), sizes.value)
+            output = tensors.by_columns(prefix, parts.delta.output, columns)
+            return self._backend.make_delta_net(self._delta(prefix, parts.delta, sizes)), output, None
+        if parts.latent is not None and config.latent is not None:
+            mixed = of_heads(self._heads, config.latent.value)
+            return (
+                self._latents(prefix, parts.latent, config.latent),
+                tensors.by_columns(prefix, parts.output, mixed),
+                None,
+            )
+        output = tensors.by_columns(prefix, parts.output, self._query_rows)
+        if parts.gates_output:
+            qkv, gate = self._gated(prefix)
+            return qkv, output, gate
+        rows = {parts.q: self._query_rows, parts.k: self._kv_rows, parts.v: self._kv_rows}
+        return tensors.by_rows(prefix, rows), output, None
+
+    def _gated(self, prefix: str) -> tuple[Linear, Linear]:
+        """Return queries, keys and values of attention with a gate, and that gate: each head's lies behind its
+        queries."""
+        parts, tensors, dim = self._config.spec.layer, self._tensors, self._config.head_dim
+        rows = of_heads(self._heads, 2 * dim)
+        of_head = torch.arange(rows.stop - rows.start).view(-1, 2, dim)
+        queries, gates = in_order(of_head[:, 0].reshape(-1), self._order), of_head[:, 1].reshape(-1)
+        q = tensors.at_places(prefix, parts.q, rows, queries)
+        k, v = (tensors.rows(prefix, part, self._kv_rows) for part in (parts.k, parts.v))
+        return tensors.linear(tensors.together([q, k, v]), None), tensors.linear(
+            tensors.at_places(prefix, parts.q, rows, gates), None
+        )
+
+    def _delta(self, prefix: str, parts: DeltaSpec, sizes: DeltaSizes) -> DeltaWeights:
+        """Return the weights of a gated delta net's heads of this rank, whose sizes these are."""
+        config, tensors, shard, whole = self._config, self._tensors, self._shard, self._config.state
+        assert whole is not None
+        key_heads, value_heads = shard.part(whole.key_heads), shard.part(whole.value_heads)
+        keys, values = of_heads(key_heads, sizes.key), of_heads(value_heads, sizes.value)
+        if parts.by_key_heads:
+            each = sizes.value_heads // sizes.key_heads
+            inputs = self._by_key_heads(prefix, parts.qkv, key_heads, [sizes.key, sizes.key, *[each * sizes.value] * 2])
+            strengths = self._by_key_heads(prefix, parts.beta, key_heads, [each, each])
+        else:
+            first = 0, whole.key_width, 2 * whole.key_width
+            inputs = [
+                *(
+                    tensors.rows(prefix, replace(parts.qkv, first_row=row), part)
+                    for row, part in zip(first, (keys, keys, values), strict=True)
+                ),
+                tensors.rows(prefix, parts.gate, values),
+            ]
+            strengths = [tensors.rows(prefix, part, value_heads) for part in (parts.beta, parts.decay)]
+        convolved = (keys, of_width(keys, whole.key_width), of_width(values, 2 * whole.key_width))
+        conv = torch.cat([tensors.kept(f"{prefix}{parts.conv}", rows, torch.float32)[:, 0] for rows in convolved])
+
+        def of_value_heads(name: str) -> Tensor:
+            return tensors.kept(f"{prefix}{name}", value_heads, torch.float32)
+
+        return DeltaWeights(
+            inputs=tensors.linear(tensors.together(inputs), None),
+            strengths=tensors.linear(tensors.plain(tensors.together(strengths)), None, "none"),
+            conv=conv,
+            decay=of_value_heads(parts.decay_log).exp(),
+            decay_bias=of_value_heads(parts.decay_bias),
+            norm=tensors.kept(f"{prefix}{parts.norm}.weight", dtype=torch.float32),
+            eps=config.rms_norm_eps,
+            sizes=sizes,
+            kv_heads=max(1, config.num_kv_heads // shard.size),
+        )
+
+    def _by_key_heads(self, prefix: str, part: Projection, heads: slice, widths: Sequence[int]) -> list[_Weight]:
+        """Return parts of a projection whose rows are, key head by key head, so many of each part."""
+        rows = of_heads(heads, sum(widths))
+        of_head = torch.arange(rows.stop - rows.start).view(-1, sum(widths))
+        places = torch.cat([some.reshape(-1) for some in torch.split(of_head, list(widths), dim=1)])
+        return [self._tensors.at_places(prefix, part, rows, places)]
 
     def _ends(self) -> EndWeights:
         """Return the embedding, the final norm and the LM head, the tables for this rank's part of the vocabulary."""
@@ -257,6 +346,7 @@ class _DecoderLoader:
             correction=correction,
             routing=spec.routing,
             experts=self._backend.make_experts(weights, self._config.activation, held, dtype),
+            scales_input=spec.scales_input,
             shared_gate=None if spec.shared_gate is None else self._tensors.whole(prefix, spec.shared_gate),
         )
 
@@ -272,12 +362,15 @@ class _DecoderLoader:
     def _norm_if_any(self, prefix: str, name: str | None) -> Tensor | None:
         return None if name is None else self._tensors.norm(f"{prefix}{name}")
 
-    def _head_norms(self, prefix: str) -> HeadNorms | None:
-        parts = self._config.spec.layer
+    def _head_norms(self, prefix: str, index: int) -> HeadNorms | None:
+        config, parts = self._config, self._config.spec.layer
+        if parts.normalises_rotated and config.rope_of(index) is not None:  # rotation changes no head's norm
+            ones = torch.ones(config.head_dim, device=self._options.device)
+            return HeadNorms(ones, ones, config.rms_norm_eps)
         if parts.q_norm is None:
             return None
         q, k = (in_order(self._tensors.norm(f"{prefix}{name}"), self._order) for name in (parts.q_norm, parts.k_norm))
-        return HeadNorms(q, k, self._config.rms_norm_eps)
+        return HeadNorms(q, k, config.rms_norm_eps)
 
     def _row_norms(self, prefix: str) -> RowNorms | None:
         parts = self._config.spec.layer
@@ -291,6 +384,16 @@ class _DecoderLoader:
 def of_heads(heads: slice, width: int) -> slice:
     """Return the rows, or columns, of these heads, each of which has `width`."""
     return slice(heads.start * width, heads.stop * width)
+
+
+def of_width(rows: slice, first: int) -> slice:
+    """Return rows that begin behind `first` others."""
+    return slice(first + rows.start, first + rows.stop)
+
+
+def _of_rank(sizes: DeltaSizes, shard: Shard) -> DeltaSizes:
+    """Return the heads of one rank."""
+    return replace(sizes, key_heads=sizes.key_heads // shard.size, value_heads=sizes.value_heads // shard.size)
 
 
 def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
@@ -315,6 +418,14 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
     return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
 
 
+def _columns(spec: ExpertsSpec, inner: slice) -> Tensor:
+    """Return where stacked experts have these features: those of the gates, then those of the ups."""
+    if spec.up.first_row:
+        gates = torch.arange(inner.start, inner.stop)
+        return torch.cat([gates, spec.up.first_row + gates])
+    return torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
+
+
 class _ExpertsLoader:
     """Reads a rank's part of a layer's experts, and nothing else of them."""
 
@@ -334,9 +445,8 @@ class _ExpertsLoader:
             parts += parts[:1] * spare
             places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None
-        if spec.are_stacked:
-            of_inner = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
-            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, of_inner]
+        if spec.are_stacked and spec.gate.has_bias:
+            gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, _columns(spec, inner)]
             if shard.has_whole_experts or shard.rank == 0:  # counts once
                 down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held, spare)
         return ExpertWeights(
@@ -357,12 +467,12 @@ class _ExpertsLoader:
         return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
 
     def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
-        """Return weights as `_of_one`, from tensors that stack all experts, in which rows of gate and up alternate."""
+        """Return weights as `_of_one`, from tensors that stack all experts."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
             for part in (spec.gate, spec.down)
         )
-        rows = torch.arange(2 * inner.start, 2 * inner.stop).view(-1, 2).T.reshape(-1)
+        rows = _columns(spec, inner)
         return (
             [gate_up[0].T[rows] if isinstance(gate_up, Tensor) else gate_up.rows(rows)],
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),

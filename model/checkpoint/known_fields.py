@@ -19,6 +19,9 @@ INERT = frozenset(
         *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
         *("id2label", "label2id", "output_attentions", "output_hidden_states", "problem_type", "return_dict"),
         *("vision_config", "mm_tokens_per_image", "text_config", "quantization_config"),
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_feature_layer"),
+        *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        *("projection_hidden_size", "projection_layer_norm_eps"),
     }
 )
 """Fields that change nothing of what a decoder computes from text, or are read elsewhere."""
@@ -57,7 +60,10 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 """Fields that change what some decoder computes, tensors being the same, and the values with which they don't."""
 
 
-ROPE_CHANGES: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("short_mscale", "long_mscale", "alpha"), (None, 1))
+ROPE_CHANGES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("short_mscale", "long_mscale", "alpha"), (None, 1)),
+    "llama_4_scaling_beta": _NOTHING,
+}
 """The same of the objects that describe the rotation."""
 
 

@@ -25,7 +25,10 @@ from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFi
 from twostroke.model.config import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
-NOT_READ = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".kv_scale", ".weight_shape")
+NOT_READ = (
+    *(".input_scale", ".input_zero_point", ".output_scale", ".activation_scale", "_proj_activation_scale"),
+    *(".k_scale", ".v_scale", ".kv_scale", ".weight_shape"),
+)
 """Endings of tensors that quantised checkpoints may have and that we don't need: activations are not quantised."""
 
 MXFP4_GROUP = 32

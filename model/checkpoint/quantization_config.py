@@ -17,6 +17,8 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 def read_stored_quantization(top: ConfigFields) -> StoredQuantization | None:
     """None where the checkpoint is not quantised. Raises ConfigError for what can't be held as it is."""
     if not top.is_set("quantization_config"):
+        top = top.object("text_config")  # Kimi K2.5's stands there
+    if not top.is_set("quantization_config"):
         return None
     fields = top.object("quantization_config")
     match method := fields.text("quant_method", default=""):

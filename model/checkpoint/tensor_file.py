@@ -1,6 +1,6 @@
 """Interfaces of a checkpoint's files: tensors by name, and quantised weights composed of several tensors."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import WeightForm
+from twostroke.model.config import TEXT_PREFIXES, WeightForm
 
 WHOLE = slice(None)
 
@@ -70,6 +70,51 @@ class RenamedTensor:
 
     def content(self, name: str) -> memoryview:
         return self._file.content(self._name_there)
+
+
+class ExpertTensor:
+    """Implements TensorFile for one expert's projection in a tensor of all experts [experts, out, in].
+
+    An expert's rows may be those of several projections, one behind the other; a scale that they share has one row.
+    """
+
+    def __init__(self, file: TensorFile, name_there: str, expert: int, place: int, count: int):
+        """`place` is which of the `count` projections it is."""
+        self._file = file
+        self._name_there = name_there
+        self._expert = slice(expert, expert + 1)
+        _, rows, self._columns = file.shape(name_there)
+        each = rows // count or rows
+        self._rows = slice(place * each, (place + 1) * each) if rows > 1 else WHOLE
+        self._count = each
+
+    def names(self) -> Collection[str]:
+        return (self._name_there,)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._count, self._columns
+
+    def dtype(self, name: str) -> str:
+        return self._file.dtype(self._name_there)
+
+    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
+        return self._file.tensor(self._name_there, self._expert, WHOLE)[0, self._rows][rows, columns]
+
+    def stored_weight(self, name: str) -> StoredWeight | None:
+        return None
+
+    def content(self, name: str) -> memoryview:
+        return self.tensor(name, WHOLE, WHOLE).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the tensors of the text in a checkpoint that sees images: their names there by those of text alone."""
+    names = list(names)
+    for text, head in TEXT_PREFIXES:
+        of_text = {f"model.{name.removeprefix(text)}": name for name in names if name.startswith(text)}
+        if of_text:
+            return of_text | {name.removeprefix(head): name for name in names if name.startswith(f"{head}lm_head.")}
+    return {name: name for name in names if name.startswith(("model.", "lm_head."))}
 
 
 _ROWS_AT_ONCE = 1024

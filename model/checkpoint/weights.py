@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,19 +23,23 @@ from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import (
     WHOLE,
+    ExpertTensor,
     RenamedTensor,
     StoredWeight,
     TensorFile,
     equal_tensors,
+    text_names,
 )
 from twostroke.model.config import ModelConfig, WeightForm
-from twostroke.model.costs.sizes import expected_shapes, num_parameters
+from twostroke.model.costs.sizes import expected_shapes, num_parameters, of_expert
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STACK_ENDINGS = (("", ".weight"), ("_scale_inv", ".weight_scale_inv"))
+"""Endings of tensors of all experts, and of one expert's: weights, and the scales of those in FP8."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -84,6 +89,8 @@ class Checkpoint:
     def __init__(self, folder: Path, config: ModelConfig):
         self._folder = folder
         self._paths, self._files = open_tensors(folder)
+        self._towers = self._take_text() if config.spec.is_wrapped else frozenset()
+        self._unstack_experts(config)
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
@@ -98,6 +105,11 @@ class Checkpoint:
         and has fast kernels everywhere."""
         found = self._dtypes[f"{self._config.spec.embedding}.weight"]
         return torch.bfloat16 if self._stored and found == torch.float16 else found
+
+    @property
+    def num_tower_tensors(self) -> int:
+        """Number of tensors of the parts that see images, which nothing reads."""
+        return len(self._towers)
 
     @property
     def forms(self) -> Mapping[str, WeightForm]:
@@ -191,6 +203,38 @@ class Checkpoint:
             if name in self._files
         }
 
+    def _take_text(self) -> frozenset[str]:
+        """Give the text's tensors the names of text alone. Returns the others."""
+        names = text_names(self._paths)
+        towers = self._paths.keys() - names.values()
+        self._files = {tower: self._files[tower] for tower in towers} | {
+            name: self._files[there] if name == there else RenamedTensor(self._files[there], name, there)
+            for name, there in names.items()
+        }
+        self._paths = {tower: self._paths[tower] for tower in towers} | {
+            name: self._paths[there] for name, there in names.items()
+        }
+        return frozenset(towers)
+
+    def _unstack_experts(self, config: ModelConfig) -> None:
+        """Name each expert's projections where the files have one tensor of all experts, as transformers 5 keeps them:
+        `gate_up_proj` [experts, 2 I, hidden] and `down_proj` [experts, hidden, I]."""
+        spec, experts = config.spec, config.spec.layer.experts
+        if experts is None or experts.are_stacked:
+            return
+        base = experts.gate.name.partition("*")[0]
+        stacks = (("gate_up_proj", (experts.gate, experts.up)), ("down_proj", (experts.down,)))
+        for layer, (stack, parts), (ending_there, ending) in product(range(config.num_layers), stacks, _STACK_ENDINGS):
+            prefix = f"{spec.layers}.{layer}."
+            there = f"{prefix}{base}{stack}{ending_there}"
+            if there not in self._files or len(self._files[there].shape(there)) != 3:
+                continue
+            file, path = self._files.pop(there), self._paths.pop(there)
+            for expert, (place, part) in product(range(file.shape(there)[0]), enumerate(parts)):
+                name = f"{prefix}{of_expert(part, expert).name}{ending}"
+                self._files[name] = ExpertTensor(file, there, expert, place, len(parts))
+                self._paths[name] = path
+
     def _with_ends(self, config: ModelConfig) -> ModelConfig:
         """Tie embedding and LM head where the config does: they are one tensor by either name, or by both. A head that
         differs was trained, and is kept, as transformers does."""
@@ -218,6 +262,8 @@ class Checkpoint:
             known.add(f"{config.spec.lm_head}.weight")
         for name, path in self._paths.items():
             if name in known or name.endswith(".rotary_emb.inv_freq") or name.startswith(config.spec.ignored):
+                continue
+            if name in self._towers:
                 continue
             if self._stored and (name.endswith(NOT_READ) or self._is_empty_bias(name)):
                 continue

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.config import ModelConfig, ModelShape, Quantization
-from twostroke.model.costs.sizes import INT4_GROUP, of_lm_head
+from twostroke.model.config import DeltaSizes, ModelConfig, ModelShape, Quantization
+from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.protocol.kv_layout import mean_seen
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
 
@@ -118,12 +119,13 @@ def prefill_operations(
     if is_last:
         rows[-1] = 1
     end = before + tokens
+    attending = [layer for layer in layers if not shape.keeps_state(layer)]
     pairs = sum(
-        _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in layers
+        _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in attending
     )
-    read = sum(min(before, shape.window(layer) or before) for layer in layers)
+    read = sum(mean_seen(shape.window(layer), before) for layer in attending)
     _, _, of_pair = input_sizes(shape)
-    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, int(is_last))
+    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, 1, int(is_last))
 
 
 def decode_operations(
@@ -133,10 +135,11 @@ def decode_operations(
 
     Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
     """
-    keys = batch * sum(min(context, shape.window(layer) or context) for layer in range(shape.num_layers))
+    attending = [layer for layer in range(shape.num_layers) if not shape.keeps_state(layer)]
+    keys = batch * sum(mean_seen(shape.window(layer), context) for layer in attending)
     rotary = 0 if shape.latent is None else shape.latent.rotary
     scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
-    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch)
+    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch, batch)
 
 
 def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
@@ -163,13 +166,17 @@ def _operations(
     rows: Sequence[int],
     attention_flops: float,
     kv_tokens: float,
+    sequences: int,
     logit_rows: int,
 ) -> list[Operation]:
-    """`rows`: of each layer behind its keys and values; `kv_tokens`: that all layers read of their caches."""
+    """`rows`: of each layer behind its keys and values; `kv_tokens`: that all layers read of their caches; `sequences`:
+    whose states are read and written."""
     queries, kv, _ = input_sizes(shape)
     attention, head = matrix_sizes(shape)
     output = attention - queries - kv
-    hidden, layers = shape.hidden_size, shape.num_layers
+    hidden, states = shape.hidden_size, [layer for layer in range(shape.num_layers) if shape.keeps_state(layer)]
+    layers = shape.num_layers - len(states)
+    state_rows = sum(rows[layer] for layer in states)
     row_sum, each, around = sum(rows), formats.weight(shape), formats.attention_weight(shape)
     inputs = shape.q_size + shape.kv_kinds * shape.kv_size
     # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
@@ -191,11 +198,13 @@ def _operations(
         Operation(
             "attention output",
             "product",
-            2.0 * row_sum * output,
+            2.0 * (row_sum - state_rows) * output,
             weight_bytes=around * layers * output,
-            activation_bytes=formats.itemsize * row_sum * 2 * hidden,
+            activation_bytes=formats.itemsize * (row_sum - state_rows) * 2 * hidden,
         ),
     ]
+    if shape.state is not None:
+        found += _state_operations(shape, shape.state, formats, tokens, len(states), state_rows, sequences)
     mlp_flops = mlp_bytes = width = 0.0
     for layer, count in enumerate(rows):
         mlp_flops += 2.0 * count * mlp_size(shape, layer, 1)
@@ -225,9 +234,54 @@ def _operations(
     return found
 
 
+def _state_operations(
+    shape: ModelShape,
+    state: DeltaSizes,
+    formats: NumberFormats,
+    tokens: int,
+    layers: int,
+    rows: int,
+    sequences: int,
+) -> list[Operation]:
+    """Return the operations of layers that keep a state, `rows` of which go through their outputs' projections.
+
+    A token multiplies each number of a state for the key's value, for the update, and for the query's (Yang et al.
+    2024, eq. 10). Each sequence's states are read once and written once.
+    """
+    inputs = shape.hidden_size * (state.conv_width + state.value_width + 2 * state.value_heads)
+    output, around = shape.hidden_size * state.value_width, formats.attention_weight(shape)
+    matrices = state.value_heads * state.key * state.value
+    width = state.conv_width + 2 * state.value_width
+    return [
+        Operation(
+            "states' inputs",
+            "product",
+            2.0 * tokens * layers * inputs,
+            weight_bytes=around * layers * inputs,
+            activation_bytes=formats.itemsize * tokens * layers * (shape.hidden_size + width),
+        ),
+        Operation(
+            "states",
+            "attention",
+            6.0 * tokens * layers * matrices,
+            kv_bytes=2.0 * FP32_BYTES * sequences * layers * (matrices + state.conv_width * (state.taps - 1)),
+            activation_bytes=formats.itemsize * tokens * layers * width,
+        ),
+        Operation(
+            "states' outputs",
+            "product",
+            2.0 * rows * output,
+            weight_bytes=around * layers * output,
+            activation_bytes=formats.itemsize * rows * (state.value_width + shape.hidden_size),
+        ),
+    ]
+
+
 def _causal_pairs(tokens: int, window: int) -> float:
     """Return the pairs of a token and one it attends to. Pairs on the diagonal count half, though kernels compute them
-    whole."""
+    whole. Behind the first chunk each token counts as the mean of its chunk's."""
+    if window < 0:
+        return tokens * min(tokens, -window) / 2
     beyond = max(0, tokens - window) if window else 0
     return (tokens * tokens - beyond * beyond) / 2
 
@@ -247,7 +301,8 @@ def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
     """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
     hidden, heads, sizes = shape.hidden_size, shape.num_heads, shape.latent
     if sizes is None:
-        return hidden * shape.q_size, hidden * 2 * shape.kv_size, 2 * shape.q_size
+        gates = isinstance(shape, ModelConfig) and shape.spec.layer.gates_output
+        return hidden * shape.q_size * (2 if gates else 1), hidden * 2 * shape.kv_size, 2 * shape.q_size
     down = hidden * sizes.query_rank
     queries = down + (sizes.query_rank or hidden) * heads * sizes.query
     return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)

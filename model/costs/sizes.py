@@ -50,7 +50,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
     yield f"{spec.final_norm}.weight", (hidden,)
     for index in range(config.num_layers):
-        shapes = _attention_shapes(config)
+        shapes = _attention_shapes(config, index)
         if (mlp := config.mlp_of(index)) is not None:
             parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
             shapes |= _shapes_of(parts)
@@ -60,11 +60,14 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{spec.layers}.{index}.{name}", shape
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes around attention by names within a layer, with all of the layer's norms."""
     layer, hidden = config.spec.layer, config.hidden_size
+    of_layer = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
+    if config.keeps_state(index):
+        return {f"{norm}.weight": (hidden,) for norm in of_layer if norm is not None} | _delta_shapes(config)
     norms = (
-        *((norm, hidden) for norm in (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)),
+        *((norm, hidden) for norm in of_layer),
         *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
@@ -74,6 +77,30 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if layer.sinks is not None:
         shapes[layer.sinks] = (config.num_heads,)
     return shapes | _shapes_of(_attention_projections(config))
+
+
+def _delta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's gated delta net."""
+    parts, sizes, hidden = config.spec.layer.delta, config.state, config.hidden_size
+    if parts is None or sizes is None:
+        return {}
+    heads, both = sizes.value_heads, sizes.conv_width + sizes.value_width
+    rows = (
+        [(parts.qkv, both, hidden), (parts.beta, 2 * heads, hidden)]
+        if parts.by_key_heads
+        else [
+            (parts.qkv, sizes.conv_width, hidden),
+            (parts.gate, sizes.value_width, hidden),
+            (parts.beta, heads, hidden),
+            (parts.decay, heads, hidden),
+        ]
+    )
+    return _shapes_of([*rows, (parts.output, hidden, sizes.value_width)]) | {
+        parts.conv: (sizes.conv_width, 1, sizes.taps),
+        parts.decay_log: (heads,),
+        parts.decay_bias: (heads,),
+        f"{parts.norm}.weight": (sizes.value,),
+    }
 
 
 def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
@@ -104,7 +131,9 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes |= {part.name: (count, columns, rows), f"{part.name}_bias": (count, rows)}
+            shapes[part.name] = count, columns, rows
+            if part.has_bias:
+                shapes[f"{part.name}_bias"] = count, rows
         return shapes
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):
@@ -123,7 +152,7 @@ def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, 
     layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
     if sizes is None or layer.latent is None:
         return (
-            (layer.q, config.q_size, hidden),
+            (layer.q, config.q_size * (2 if layer.gates_output else 1), hidden),
             (layer.k, config.kv_size, hidden),
             (layer.v, config.kv_size, hidden),
             (layer.output, hidden, config.q_size),
@@ -219,6 +248,10 @@ def weight_bytes(
     fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    conv = None
+    if layer.delta is not None:
+        whole |= {layer.delta.beta.name, layer.delta.decay.name}
+        conv = layer.delta.conv
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
         number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
@@ -237,7 +270,7 @@ def weight_bytes(
             parts = fused.get(part, ())
             form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
-        elif len(shape) == 3:
+        elif len(shape) == 3 and name_in_layer != conv:
             form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
         found = tensor_bytes(shape, itemsize, form)
         total[stage] += found
@@ -267,14 +300,18 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
 
     def is_left(module: str) -> bool:
         return any(
-            re.match(pattern.removeprefix("re:"), module)
-            if pattern.startswith("re:")
-            else f".{pattern}." in f".{module}."
+            re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
             for pattern in stored.left
+            for name in config.spec.names_in_files(module)
         )
 
     dimensions = 3 if stored.method == "mxfp4" else 2
-    weights = (name for name, shape in expected_shapes(config) if len(shape) == dimensions)
+    delta = config.spec.layer.delta
+    weights = (
+        name
+        for name, shape in expected_shapes(config)
+        if len(shape) == dimensions and (delta is None or not name.endswith(delta.conv))
+    )
     table = f"{config.spec.embedding}.weight"
     return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
 
@@ -307,6 +344,8 @@ def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
+    elif config.state is not None and (size > config.num_kv_heads or config.state.key_heads % size):
+        fault = f"its state's {config.state.key_heads} key heads, of which each KV head's are on one rank"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
     elif has_whole_experts and config.num_experts < size:
@@ -409,11 +448,12 @@ class Fit:
     kv_window_bytes: int  # of what a request keeps at most of layers with a window, while it decodes
     max_context: int  # tokens
     max_requests: int  # of that context at once
-    rows: int  # that the cache has room for: KV of one token in one group of layers
+    rows: int  # that the cache has room for: KV of `row_tokens` tokens in one group of layers
+    row_tokens: int = 1  # more where layers keep states, which take whole blocks
 
     def requests_of(self, shape: ModelShape, context: int, bounds: StepBounds = DEFAULT_BOUNDS) -> int:
         """Return how many requests of `context` tokens, prompt and answer together, have room at once."""
-        return self.rows // shape.kv_groups.blocks_of(context, 1, bounds.max_tokens)
+        return self.rows // shape.kv_groups.blocks_of(context, self.row_tokens, bounds.max_tokens)
 
 
 def fit(
@@ -437,16 +477,18 @@ def fit(
     cache = memory - weights - step - process
     # As many rows as the ranks that share blocks have together.
     context_ranks = parallel.context_ranks
-    groups, of_row = shape.kv_groups, kv_block_bytes(shape, 1, kv_itemsize, replace(parallel, shares_contexts=False))
+    groups, row_tokens = shape.kv_groups, shape.fitting_block_size(1, kv_itemsize)
+    of_row = kv_block_bytes(shape, row_tokens, kv_itemsize, replace(parallel, shares_contexts=False))
     rows = max(0, cache // of_row) * context_ranks
-    context = min(shape.max_position, groups.tokens_in(rows, 1, bounds.max_tokens))
+    context = min(shape.max_position, groups.tokens_in(rows, row_tokens, bounds.max_tokens))
     return Fit(
         weight_bytes=weights,
         step_bytes=step,
         cache_bytes=cache,
-        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)) // context_ranks,
-        kv_window_bytes=of_row * sum(groups.most_rows(group, 1, 1) for group in groups.windowed),
+        kv_bytes_per_token=of_row * (groups.count - len(groups.windowed)) // context_ranks // row_tokens,
+        kv_window_bytes=of_row * sum(groups.most_rows(group, row_tokens, 1) for group in groups.windowed),
         max_context=context,
-        max_requests=rows // groups.blocks_of(context, 1, bounds.max_tokens) if context else 0,
+        max_requests=rows // groups.blocks_of(context, row_tokens, bounds.max_tokens) if context else 0,
         rows=rows,
+        row_tokens=row_tokens,
     )

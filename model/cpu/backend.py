@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -24,7 +25,24 @@ from twostroke.model.cpu.kernels import attention, elementwise, experts
 from twostroke.model.cpu.kernels.core_lending import CoreLending
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
+from twostroke.model.cpu.kernels.states import delta_net
 from twostroke.model.parallel.context_parts import ContextParts
+
+
+class CpuDeltaNet(DeltaNet):
+    """A delta net whose single tokens numba computes; prompts are torch's."""
+
+    def __init__(self, weights: DeltaWeights, launcher: Launcher):
+        super().__init__(weights)
+        self._launcher = launcher
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory that a recorded step may keep."""
+        return self._launcher.empty(shape, dtype)
+
+    def decode(self, inputs: Tensor, strengths: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+        """Implement DeltaNet.decode."""
+        delta_net.delta_step(self._launcher, inputs, strengths, self.weights, kv_layer, layout, out)
 
 
 class CpuBackend:
@@ -65,6 +83,10 @@ class CpuBackend:
         """Implement Backend.scale."""
         return elementwise.scale(self.launcher, x, factor)
 
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """Implement Backend.scale_by_position."""
+        return elementwise.scale_by_position(self.launcher, x, scales, positions)
+
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         """Implement Backend.soft_cap."""
         return elementwise.soft_cap(self.launcher, logits, cap)
@@ -85,9 +107,12 @@ class CpuBackend:
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
         """Implement Backend.rope_and_write_kv; norms write into qkv."""
-        return elementwise.rope_and_write_kv(self.launcher, qkv, cos_sin, kv_layer, layout, norms, kv_scales)
+        return elementwise.rope_and_write_kv(
+            self.launcher, qkv, cos_sin, kv_layer, layout, norms, kv_scales, query_scales
+        )
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         """Implement Backend.attention."""
@@ -104,6 +129,14 @@ class CpuBackend:
     ) -> None:
         """Implement Backend.write_latents."""
         elementwise.write_latents(self.launcher, rows, norm, eps, cos_sin, kv_layer, layout)
+
+    def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
+        """Implement Backend.make_delta_net."""
+        return CpuDeltaNet(weights, self.launcher)
+
+    def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Implement Backend.gate_rows; writes into x."""
+        return delta_net.gate_rows(self.launcher, x, gates)
 
     def make_latent_attention(
         self, heads: LatentHeads, parts: ContextParts | None = None

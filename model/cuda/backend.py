@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -337,6 +338,10 @@ class CudaBackend:
     add = staticmethod(torch.add)
     scale = staticmethod(torch.mul)
 
+    def scale_by_position(self, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+        """Implement Backend.scale_by_position in place."""
+        return x.mul_(scales.index_select(0, positions)[:, None])
+
     def rope_and_write_kv(
         self,
         qkv: Tensor,
@@ -345,10 +350,20 @@ class CudaBackend:
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
-        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
+        places = layout.positions, layout.slots
+        return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, *places, norms, kv_scales, query_scales)
 
     write_latents = staticmethod(write_latents)
+
+    def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
+        """Implement Backend.make_delta_net with torch's kernels."""
+        return DeltaNet(weights)
+
+    def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Implement Backend.gate_rows."""
+        return x * torch.sigmoid(gates)
 
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> CudaLatentAttention:
         return CudaLatentAttention(heads, self._target, parts)
@@ -387,7 +402,7 @@ class CudaBackend:
         self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor
     ) -> None:
         groups, dim = kv_layer.shape[2], q.shape[2]
-        most_keys = min(layout.max_context_len, form.window or layout.max_context_len)
+        most_keys = min(layout.max_context_len, abs(form.window) or layout.max_context_len)
         config = decode_config(self._target, dim, q.dtype, groups, most_keys)
         decode_attention(q, kv_layer, layout, form, out, config)
 

@@ -69,7 +69,7 @@ class FlashKernel:
     def knows(self, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> bool:
         """Return True if the kernel computes this form over this cache; from shapes and plain numbers alone."""
         is_16_bit = q.dtype in (torch.float16, torch.bfloat16) and kv_layer.dtype == q.dtype
-        return is_16_bit and form.sinks is None and q.shape[2] <= 256 and q.shape[2] % 8 == 0
+        return is_16_bit and form.sinks is None and form.window >= 0 and q.shape[2] <= 256 and q.shape[2] % 8 == 0
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
         """Compute what `prefill_attention` does."""
@@ -124,7 +124,7 @@ class PromptAttention:
     def _fault_of(self, flash: FlashKernel, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
         """Return why the kernel can't serve this shape and form: it must give the plain kernel's results."""
         if not flash.knows(q, kv_layer, form):
-            return "doesn't know sinks, fp32, caches in FP8 or heads of more than 256"
+            return "doesn't know sinks, chunks, fp32, caches in FP8 or heads of more than 256"
         queries, kv, layout = _random_prompts(q, kv_layer, _CHECKED)
         out, expected = (rows_like(queries) for _ in range(2))
         try:

@@ -19,6 +19,7 @@ from twostroke.router.openai.fields import ShortText, StrictModel, Text
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
+    TEXT_ALONE,
     ChatDraft,
     GenerationFields,
     SamplingFields,
@@ -35,7 +36,6 @@ MAX_TOOLS = 128
 UNREAD = "unread_arguments"
 """The only member of a call's `input` whose arguments are no JSON object: their text."""
 
-_TEXT_ALONE = "this server reads and writes text alone"
 _OWN_TOOLS = "this server runs no tools of its own; give one with input_schema, and run it yourself"
 
 
@@ -86,13 +86,13 @@ def _side_of(value: Any) -> str:
     return "the model's" if role == "assistant" else "the client's"
 
 
-OnlyText = Annotated[TextBlock, BeforeValidator(only(("text",), _TEXT_ALONE))]
+OnlyText = Annotated[TextBlock, BeforeValidator(only(("text",), TEXT_ALONE))]
 TextBlocks = Annotated[list[OnlyText], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 # Tags are no words, so that `explain` takes them for no part of a path.
 ClientBlock = Annotated[
     Annotated[TextBlock, Tag("type text")] | Annotated[ToolResultBlock, Tag("type tool_result")],
     Discriminator(_type_of),
-    BeforeValidator(only(("text", "tool_result"), f"a user sends text and tool_result blocks, and {_TEXT_ALONE}")),
+    BeforeValidator(only(("text", "tool_result"), f"a user sends text and tool_result blocks, and {TEXT_ALONE}")),
 ]
 ModelBlock = Annotated[
     Annotated[TextBlock, Tag("type text")]
@@ -100,7 +100,7 @@ ModelBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("type tool_use")],
     Discriminator(_type_of),
     BeforeValidator(
-        only(("text", "thinking", "tool_use"), f"an assistant sends text, thinking and tool_use, and {_TEXT_ALONE}")
+        only(("text", "thinking", "tool_use"), f"an assistant sends text, thinking and tool_use, and {TEXT_ALONE}")
     ),
 ]
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from twostroke.router.openai.fields import ShortText, StrictModel, Text
-from twostroke.router.openai.schemas import MAX_LOGPROBS, ChatDraft, SamplingFields, Stop, only
+from twostroke.router.openai.schemas import MAX_LOGPROBS, TEXT_ALONE, ChatDraft, SamplingFields, Stop, only
 from twostroke.router.openai.tools import FunctionName
 
 MAX_ITEMS = 4096
@@ -104,7 +104,7 @@ Part = Annotated[
     | Annotated[ResponseTextPart, Tag("type output_text")]
     | Annotated[ResponseRefusalPart, Tag("type refusal")],
     Discriminator(_type_of),
-    BeforeValidator(only(("input_text", "output_text", "refusal"), "this server reads and writes text alone")),
+    BeforeValidator(only(("input_text", "output_text", "refusal"), TEXT_ALONE)),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
 Item = Annotated[

@@ -287,6 +287,33 @@ class CompletionRequest(GenerationFields, TextFields):
         return self
 
 
+def shown(name: str) -> str:
+    """A name from outside, safe to put into an answer and a log."""
+    return "".join(char if char.isprintable() else "?" for char in name[:80])
+
+
+def only(known: Collection[str], way_out: str, *, default: str | None = None) -> Callable[[Any], Any]:
+    """A validator of objects with a `type`: raises ValueError where it is none of `known`. `default`: of those without.
+
+    The error says what is not supported and `way_out`, where pydantic would tell of all that might have been meant.
+    """
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise ValueError("must be an object")
+        kind = value.get("type", default)
+        if not isinstance(kind, str):
+            raise ValueError("must have a type, which is a string")
+        if kind not in known:
+            raise ValueError(f"the type {shown(kind)!r} is not supported: {way_out}")
+        return value
+
+    return check
+
+
+TEXT_ALONE = "this server reads and writes text alone: leave the part out, or say in words what it shows"
+
+
 class TextPart(StrictModel):
     """A part of a message's content."""
 
@@ -306,11 +333,14 @@ class RefusalPart(StrictModel):
         return self.refusal
 
 
+_Part = Annotated[TextPart | RefusalPart, BeforeValidator(only(("text", "refusal"), TEXT_ALONE))]
+
+
 class ChatMessage(StrictModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text | Annotated[list[TextPart | RefusalPart], Field(fail_fast=True, max_length=256)] | None = None
+    content: Text | Annotated[list[_Part], Field(fail_fast=True, max_length=256)] | None = None
     name: ShortText | None = None
     tool_call_id: ShortText | None = None
     # What the official client's messages have when they are sent back as history.
@@ -442,11 +472,6 @@ class UnknownFields:
             _log.warning("requests have the field %s, which is not known here: it is ignored", field)
 
 
-def shown(name: str) -> str:
-    """A name from outside, safe to put into an answer and a log."""
-    return "".join(char if char.isprintable() else "?" for char in name[:80])
-
-
 def _unknown(body: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
     judged = body.lacking.keys() | body.without_effect if isinstance(body, ModelRequest) else frozenset[str]()
@@ -510,22 +535,3 @@ class ChatDraft:
                 error.param = self._names[longest] + path[len(longest) :]
                 error.args = (error.param + str(error).removeprefix(path),)
             raise
-
-
-def only(known: Collection[str], way_out: str, *, default: str | None = None) -> Callable[[Any], Any]:
-    """A validator of objects with a `type`: raises ValueError where it is none of `known`. `default`: of those without.
-
-    The error says what is not supported and `way_out`, where pydantic would tell of all that might have been meant.
-    """
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError("must be an object")
-        kind = value.get("type", default)
-        if not isinstance(kind, str):
-            raise ValueError("must have a type, which is a string")
-        if kind not in known:
-            raise ValueError(f"the type {shown(kind)!r} is not supported: {way_out}")
-        return value
-
-    return check

@@ -291,7 +291,8 @@ def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str
 
 
 def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | None:
-    """chat_template.jinja, else tokenizer_config.json's; of several named ones, the one named default."""
+    """chat_template.jinja, else tokenizer_config.json's, else chat_template.json's, where those that see images had
+    theirs before 2025; of several named ones, the one named default."""
     path = folder / "chat_template.jinja"
     if path.exists():
         if not path.is_file():  # a FIFO would be waited for
@@ -302,6 +303,9 @@ def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | N
             raise ConfigError(f"{path} can't be read: {error}") from error
     path = folder / TOKENIZER_CONFIG
     source = read_json(path).get("chat_template")
+    if source is None:
+        path = folder / "chat_template.json"
+        source = read_json(path).get("chat_template")
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
         source = named.get("default")

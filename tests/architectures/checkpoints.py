@@ -25,6 +25,10 @@ _LATENT: dict[str, Any] = {
     **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16},
     **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
 }
+_SCALED: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
+}
 _CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 8.0}
 _FACTORS: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2},
@@ -93,6 +97,14 @@ OURS: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
         **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "num_mtp_layers": 0},
     },
+    "glm4_moe_lite": {
+        **FOUR_HEADS,
+        **_LATENT,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+        **{"mlp_layer_types": ["dense", "sparse"]},
+    },
+    "ministral3": {**FOUR_HEADS, "head_dim": 24, "rope_parameters": _SCALED},
+    "minimax_m2": {**FOUR_HEADS, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3},
     "granite": {**FOUR_HEADS, **_FACTORS},
     "olmo2": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2},
     "olmo3": {**FOUR_HEADS, "num_hidden_layers": 4, "sliding_window": 50},

@@ -62,7 +62,7 @@ def changed(folder: Path, phi: Path, **fields: Any) -> Path:
         ("t5", {}, "has an encoder"),
         ("vit", {}, "no decoder that writes text"),
         ("gemma3n_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that use another one's KV"),
-        ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size: attention within chunks"),
+        ("phi", {"attention_chunk_size": 64}, "attention_chunk_size: attention within chunks"),
         ("diffllama", {}, "2 layers called the attention 4 times"),
         ("doge", {}, "takes 'attention_mask', which ours does not know"),
         ("bert", {"is_decoder": False}, "attends to tokens that come later|is not the decoder"),

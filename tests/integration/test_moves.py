@@ -200,7 +200,9 @@ async def test_streams_that_move_lose_nothing_where(
 KINDS: dict[str, tuple[str | None, Shape]] = {
     "windows in some layers": ("ministral", SHAPE),
     "windows in all layers": ("mistral_window", SHAPE),
+    "chunks": ("llama4", SHAPE),
     "latents": ("deepseek_v3_experts", SHAPE),
+    "states": ("qwen3_5", replace(SHAPE, num_blocks=1024)),
     "FP8": (None, replace(SHAPE, kv_cache_dtype="fp8")),
     "unequal blocks": (
         None,

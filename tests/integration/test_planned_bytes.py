@@ -20,6 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "keys and values": {},
     "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "windows": FAMILY_SHAPES["gemma3"] | {"sliding_window": 2 * BLOCK},
+    "chunks": FAMILY_SHAPES["llama4"] | {"attention_chunk_size": 2 * BLOCK, "floor_scale": 16},
     "latents, experts": FAMILY_SHAPES["deepseek_v3_experts"],
     "experts": FAMILY_SHAPES["qwen3_moe"],
 }

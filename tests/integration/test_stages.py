@@ -33,16 +33,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3},
     "deepseek": FAMILY_SHAPES["deepseek_v3_experts"],
     "gpt-oss": {**FAMILY_SHAPES["gpt_oss"], "num_hidden_layers": 4},
+    "llama4": FAMILY_SHAPES["llama4_dense_between"],
 }
 USUAL = {("llama", way) for way in ("2 stages to 1 rank", "2 ranks to 2 stages")} | {
     ("deepseek", "2 stages to 1 rank"),
     ("gpt-oss", "2 stages to 2, through shared memory"),
+    ("llama4", "2 ranks to 2 stages"),
 }
 CASES = [
     pytest.param(model, way, marks=() if (model, way) in USUAL else pytest.mark.models)
     for way in WAYS
     for model in MODELS
-    if not (model == "gpt-oss" and way == "2 stages of 2 ranks to 3 stages")  # it has four layers, of two kinds
+    # These have four layers, of two kinds.
+    if not (model in ("gpt-oss", "llama4") and way == "2 stages of 2 ranks to 3 stages")
 ]
 
 

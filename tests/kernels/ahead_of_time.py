@@ -60,9 +60,10 @@ TARGETS = {80: A100, 89: GpuTarget.of((8, 9), 142), 90: H100, 100: B200}
 
 
 HEADS = 32
-PLAIN, WINDOWED, SUNK, CAPPED = (
+PLAIN, WINDOWED, CHUNKED, SUNK, CAPPED = (
     AttentionForm(scale=0.1),
     AttentionForm(scale=0.1, window=1024),
+    AttentionForm(scale=0.1, window=-8192),
     AttentionForm(scale=0.1, window=128, sinks=torch.empty(HEADS, device="meta")),
     AttentionForm(scale=0.1, window=4096, soft_cap=50.0),
 )
@@ -76,9 +77,10 @@ _ATTENTION_SHAPES = {
         (96, 64, SUNK),
         (128, 16, PLAIN),
         (128, 128, PLAIN),
+        (128, 64, CHUNKED),
         (256, 64, CAPPED),
     ),
-    100: ((64, 64, SUNK), (80, 16, PLAIN), (96, 128, PLAIN), (128, 64, CAPPED), (256, 32, WINDOWED)),
+    100: ((64, 64, SUNK), (80, 16, PLAIN), (96, 128, PLAIN), (128, 64, CHUNKED), (256, 32, WINDOWED)),
 }
 
 

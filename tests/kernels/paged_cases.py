@@ -27,6 +27,7 @@ from twostroke.model.cpu.linears import PlainLinear, embed
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous
+from twostroke.protocol.kv_layout import first_seen
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Tolerances of values of about 1: a few units in the last place."""
@@ -101,7 +102,7 @@ def paged_case(
     for row, (query, context) in enumerate(lengths):
         keys = torch.arange(context)
         if window:
-            unread = max(0, context - query - window + 1) // block_size
+            unread = first_seen(window, context - query) // block_size
             layout.block_tables[row, :unread] = 0
             keys = keys[unread * block_size :]
         blocks = layout.block_tables[row].cpu()[keys // block_size].long()
@@ -211,8 +212,10 @@ class ReferenceBackend:
         layout: BatchLayout,
         norms: HeadNorms | None = None,
         kv_scales: KVScales = AS_THEY_ARE,
+        query_scales: Tensor | None = None,
     ) -> Tensor:
-        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, layout.slots, norms, kv_scales)
+        places = layout.positions, layout.slots
+        return reference.rope_and_write_kv(qkv, cos_sin, kv_layer, *places, norms, kv_scales, query_scales)
 
     def write_latents(
         self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
@@ -231,6 +234,7 @@ class ReferenceBackend:
     add_rms_norm = staticmethod(reference.add_rms_norm)
     add = staticmethod(reference.add)
     scale = staticmethod(reference.scale)
+    scale_by_position = staticmethod(reference.scale_by_position)
     soft_cap = staticmethod(reference.soft_cap)
     square_sums = staticmethod(reference.square_sums)
     norm_rows = staticmethod(reference.norm_rows)

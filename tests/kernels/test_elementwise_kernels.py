@@ -9,7 +9,7 @@ from twostroke.model import reference
 from twostroke.model.backend import HeadNorms, KVScales, RowNorms
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation
-from twostroke.model.cuda.backend import CudaLinear
+from twostroke.model.cuda.backend import CudaBackend, CudaLinear
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
     gate,
@@ -99,8 +99,15 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     slots = layout.slots.clone()
     slots[3] = -1
     norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
-    expected = reference.rope_and_write_kv(qkv, cos_sin, expected_kv, layout.positions, slots, norms)
-    assert_close(rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms), expected, scale=4)
+    of_queries = 1 + torch.rand(2 * block_size) if has_norms else None
+    expected = reference.rope_and_write_kv(
+        qkv, cos_sin, expected_kv, layout.positions, slots, norms, query_scales=of_queries
+    )
+    assert_close(
+        rope_and_write_kv(qkv, cos_sin, kv_layer, layout.positions, slots, norms, query_scales=of_queries),
+        expected,
+        scale=4,
+    )
     assert_close(kv_layer, expected_kv, scale=4)
     assert not kv_layer[slots[0] // block_size, :, :, slots[0] % block_size].isnan().any()
 
@@ -162,3 +169,10 @@ def test_vocab_embedding_looks_up_its_slice_and_gives_zeros_elsewhere(
     actual = linear.embed(TOKEN_IDS, 100, dtype)
     assert torch.equal(actual[[0, 2, 5, 6]], rows[[0, 39, 17, 17]])
     assert not actual[[1, 3, 4, 7, 8]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_scaled_by_their_positions_equal_their_reference(dtype: torch.dtype) -> None:
+    x, scales, positions = torch.randn(9, 40).to(dtype), torch.rand(64) + 1, torch.randint(64, (9,))
+    expected = reference.scale_by_position(x, scales, positions)
+    assert_close(CudaBackend(H100).scale_by_position(x, scales, positions), expected)

@@ -17,6 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, ScoredRows, SequenceStep, is_penalised, with_drawn_tokens
+from twostroke.protocol.kv_layout import first_seen
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, finish_reason, forbidden_tokens
 from twostroke.protocol.stats import Role
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, Grip
@@ -28,7 +29,7 @@ _TOKEN = struct.Struct("<II")
 
 
 def position_kv(before: bytes, token_id: int, layer: int) -> bytes:
-    """KV of a position in a layer, from the KV of the position before (empty for the first)."""
+    """KV of a position in a layer, from the KV of the position before (empty for the first that it sees)."""
     return xxhash.xxh64_digest(before + _TOKEN.pack(token_id, layer))
 
 
@@ -58,14 +59,15 @@ def scored(kv: bytes, token_id: int, num_alternatives: int) -> tuple[list[int], 
 
 def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[int]:
     """All output tokens of a fresh request, without any worker."""
-    seen = [8 * window for window in windows]  # bytes; all of them where it is 0
     num_layers = len(windows)
     kv = [bytearray() for _ in range(num_layers)]
     last = [b""] * num_layers
 
     def extend(token_id: int) -> None:
-        for layer in range(num_layers):
-            last[layer] = position_kv(last[layer], token_id, layer)
+        for layer, window in enumerate(windows):
+            position = len(kv[layer]) // 8
+            before = last[layer] if first_seen(window, position) < position else b""
+            last[layer] = position_kv(before, token_id, layer)
             kv[layer] += last[layer]
 
     for token_id in request.token_ids:
@@ -73,7 +75,7 @@ def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[in
     outputs: list[int] = []
     while True:
         token = draw(
-            [bytes(layer[-size:]) for layer, size in zip(kv, seen, strict=True)],
+            [bytes(one[8 * first_seen(window, len(one) // 8 - 1) :]) for one, window in zip(kv, windows, strict=True)],
             request.sampling,
             forbidden_tokens(request, len(outputs)),
         )
@@ -203,12 +205,12 @@ class FakeEngine(Engine):
 
     def _compute(self, one: SequenceStep, layer: int) -> None:
         store = self._store
-        before = b""
-        if one.start > 0:
+        window, before = store.layout.windows[layer] if store.layout.windows else 0, b""
+        if first_seen(window, one.start) < one.start:
             before = store.position(layer, one.block_ids, one.start - 1)
         computed: list[bytes] = []
-        for token_id in one.token_ids:
-            before = position_kv(before, token_id, layer)
+        for position, token_id in enumerate(one.token_ids, start=one.start):
+            before = position_kv(before if first_seen(window, position) < position else b"", token_id, layer)
             computed.append(before)
         store.write(layer, one.block_ids, one.start, b"".join(computed))
 

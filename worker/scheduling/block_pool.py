@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from twostroke.protocol.blocks import BlockHash, NameChanges
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, STATE_WINDOW, KVGroups
 from twostroke.worker.constants import MOST_CHANGES
 
 
@@ -94,6 +94,9 @@ class BlockPool:
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._groups = [0] * num_blocks  # of those that have names
         self._by_name: list[dict[BlockHash, int]] = [{} for _ in groups.windows]
+        # The group whose names are reported. States stand for all groups: KV from elsewhere comes without those of a
+        # prefix's rows, and keys and values alone make no hit.
+        self._told = groups.windows.index(STATE_WINDOW) if STATE_WINDOW in groups.windows else 0
         self._by_tail: dict[BlockHash, int] = {}
         self._tails: dict[int, BlockHash] = {}  # by block
         self._num_shared = 0  # references to windows' blocks, beyond the first one of each
@@ -189,7 +192,7 @@ class BlockPool:
             by_name[name] = block_id
             self._names[block_id] = name
             self._groups[block_id] = group
-            if self._changes is not None and group == 0:
+            if self._changes is not None and group == self._told:
                 self._changes.published(name)
 
     def publish_tail(self, block_id: int, name: BlockHash) -> None:
@@ -211,12 +214,12 @@ class BlockPool:
         return block_id
 
     def names(self, first: int, end: int) -> list[BlockHash]:
-        """Return the names in the prefix cache of blocks `first` up to `end`, of the first group.
+        """Return the names in the prefix cache of blocks `first` up to `end`, of the first group or of states.
 
         The other groups' names follow from these, except for windows of which blocks were evicted.
         """
         named = zip(self._names[first:end], self._groups[first:end], strict=True)
-        return [name for name, group in named if name is not None and group == 0]
+        return [name for name, group in named if name is not None and group == self._told]
 
     def record_changes(self, began: Callable[[], None] | None) -> None:
         """Record names that enter and leave from now on; `began` is that of BlockChanges. None: stop recording."""
@@ -265,7 +268,7 @@ class BlockPool:
         group = self._groups[block_id]
         del self._by_name[group][name]
         self._names[block_id] = None
-        if self._changes is not None and group == 0:
+        if self._changes is not None and group == self._told:
             self._changes.evicted(name)
         return block_id
 
@@ -309,7 +312,7 @@ class BlockPool:
         return table
 
     def _is_of_window(self, block_id: int) -> bool:
-        return self.groups.windows[self._groups[block_id]] > 0
+        return self.groups.windows[self._groups[block_id]] != 0
 
     def _require_owned(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:

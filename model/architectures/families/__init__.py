@@ -6,19 +6,35 @@ their tensors, and what its layers are made of, as data. ../decoder.py computes 
 
 from collections.abc import Mapping
 
-from twostroke.model.architectures.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from twostroke.model.architectures.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
 from twostroke.model.architectures.families.family import Family
-from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3, GEMMA3_OF_IMAGES
+from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
 from twostroke.model.architectures.families.gpt_oss import GPT_OSS
-from twostroke.model.architectures.families.llama import GRANITE, LLAMA, MINISTRAL, MISTRAL, MIXTRAL, PHI3, SMOLLM3
+from twostroke.model.architectures.families.llama import (
+    GRANITE,
+    LLAMA,
+    MINIMAX_M2,
+    MINISTRAL,
+    MINISTRAL3,
+    MISTRAL,
+    MIXTRAL,
+    PHI3,
+    SMOLLM3,
+)
+from twostroke.model.architectures.families.llama4 import LLAMA4
 from twostroke.model.architectures.families.olmo import OLMO2, OLMO3, OLMOE
 from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from twostroke.model.architectures.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
+from twostroke.model.architectures.families.wrappers import WRAPPERS
 
 _ALL = (
-    *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA3_OF_IMAGES),
+    *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3),
     *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
-    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, LLAMA4, MINIMAX_M2),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
+    *(QWEN3_NEXT, QWEN35, QWEN35_MOE),
+    *WRAPPERS,
 )
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}
 """Families by the name in the `architectures` of config.json."""

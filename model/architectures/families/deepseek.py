@@ -1,11 +1,12 @@
-"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name): multi-head latent attention and experts in groups,
-some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
+"""DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name), GLM-4.7-Flash and Mistral Small 4: multi-head latent
+attention and experts in groups, some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
 """
 
 import math
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -14,6 +15,7 @@ from twostroke.model.architectures.families.family import (
     read_decoder,
     read_routing,
     with_experts,
+    with_query_scale,
 )
 from twostroke.model.architectures.families.glm import experts_by_groups
 from twostroke.model.config import ExpertsSpec, LatentSizes, LatentSpec, MlpSpec, ModelConfig, Projection
@@ -42,6 +44,48 @@ def read_v3_config(fields: ConfigFields) -> ModelConfig:
     return with_experts(config, experts, range(dense))
 
 
+def read_glm4_moe_lite_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError. Files as published have `first_k_dense_replace`, later ones a list by layer."""
+    interleaves = fields.boolean("rope_interleave", default=True)
+    fields = fields.over({"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256})
+    fields = fields.over({"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8})
+    config = _read(fields, "GLM-4.7-Flash", max_position=202_752, mlp_bias=False, interleaves=interleaves)
+    first = fields.count("first_k_dense_replace", default=1, most=MOST_LAYERS)
+    usual = ["dense" if layer < first else "sparse" for layer in range(config.num_layers)]
+    kinds = fields.texts("mlp_layer_types", usual)
+    if len(kinds) != config.num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"expected {config.num_layers} times 'dense' or 'sparse'")
+    if "sparse" not in kinds:
+        return config
+    size = fields.integer("moe_intermediate_size", default=1536)
+    experts = experts_by_groups(fields, size, experts=64, top_k=4, groups=1, normalises=True)
+    return with_experts(config, experts, (layer for layer, kind in enumerate(kinds) if kind == "dense"))
+
+
+_MISTRAL4_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+
+
+def read_mistral4_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError. Its `head_dim` is that of whole queries, of which a part turns."""
+    interleaves = fields.boolean("rope_interleave", default=True)
+    fields = fields.over({"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64})
+    fields = fields.over({"rope_parameters": _MISTRAL4_ROPE})
+    config = _read(
+        fields, "Mistral 4", max_position=1_048_576, mlp_bias=False, interleaves=interleaves, has_whole_heads=True
+    )
+    config = with_query_scale(config, fields)
+    dense = fields.count("first_k_dense_replace", default=0)
+    if dense >= config.num_layers:
+        return config
+    size = fields.integer("moe_intermediate_size", default=2048)
+    experts = experts_by_groups(fields, size, experts=128, top_k=4, groups=1, normalises=True)
+    routing = replace(experts.routing, scoring="softmax")
+    return with_experts(config, replace(experts, routing=routing, correction=None), range(dense))
+
+
 def _v2_experts(fields: ConfigFields, mlp_bias: bool) -> ExpertsSpec:
     """Scores are a softmax, and a group is as good as its best expert."""
     size = fields.integer("moe_intermediate_size", default=1407)
@@ -63,7 +107,16 @@ def _v2_experts(fields: ConfigFields, mlp_bias: bool) -> ExpertsSpec:
     )
 
 
-def _read(fields: ConfigFields, family: str, *, max_position: int, mlp_bias: bool, interleaves: bool) -> ModelConfig:
+def _read(
+    fields: ConfigFields,
+    family: str,
+    *,
+    max_position: int,
+    mlp_bias: bool,
+    interleaves: bool,
+    has_whole_heads: bool = False,
+) -> ModelConfig:
+    """`has_whole_heads`: what is said of heads and their part that turns is of all of a query, not of that part."""
     sizes = LatentSizes(
         rank=fields.integer("kv_lora_rank", default=512),
         rotary=fields.integer("qk_rope_head_dim", default=64),
@@ -72,12 +125,17 @@ def _read(fields: ConfigFields, family: str, *, max_position: int, mlp_bias: boo
         # Where it is left out transformers takes 1536; null is none.
         query_rank=fields.integer("q_lora_rank", default=1536) if _has_query_rank(fields) else 0,
     )
-    if fields.integer("head_dim", default=sizes.rotary) != sizes.rotary:
-        raise fields.error("head_dim", f"it must be qk_rope_head_dim, which is {sizes.rotary}")
+    head, part, names = sizes.rotary, None, "qk_rope_head_dim"
+    if has_whole_heads:
+        head, part, names = sizes.query, sizes.rotary / sizes.query, "qk_nope_head_dim + qk_rope_head_dim"
+    if fields.integer("head_dim", default=head) != head:
+        raise fields.error("head_dim", f"it must be {names}, which is {head}")
     bias = fields.boolean("attention_bias", default=False)
     spec = decoder_spec(family, output_bias=bias, mlp_bias=mlp_bias)
     # Heads have keys and values of their own, whatever is cached of them.
-    config = read_decoder(fields, spec, Defaults(head_dim=sizes.rotary, max_position=max_position))
+    config = read_decoder(fields, spec, Defaults(head_dim=head, rotated_part=part, max_position=max_position))
+    if has_whole_heads and config.rope.rotated != sizes.rotary:
+        raise fields.error("rope_parameters", f"partial_rotary_factor must make {sizes.rotary} dimensions of {head}")
     query = Projection("self_attn.q_b_proj" if sizes.query_rank else "self_attn.q_proj")
     up = "self_attn.kv_b_proj"
     layer = replace(
@@ -96,7 +154,7 @@ def _read(fields: ConfigFields, family: str, *, max_position: int, mlp_bias: boo
     return replace(
         config,
         spec=replace(spec, layer=layer, ignored=ignored),
-        rope=replace(config.rope, interleaves=interleaves),
+        rope=replace(config.rope, interleaves=interleaves, rotated=0),
         num_kv_heads=1,
         head_dim=sizes.rank + sizes.rotary,
         latent=sizes,
@@ -122,7 +180,7 @@ DEEPSEEK_V2 = Family(
     "DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     read_config=read_v2_config,
-    always={"scoring_func": ("softmax",)},
+    always={"scoring_func": ("softmax",), "topk_method": ("greedy",)},
 )
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
@@ -131,3 +189,10 @@ DEEPSEEK_V3 = Family(
     other_types=("kimi_k2",),
     always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    read_config=read_glm4_moe_lite_config,
+    always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+MISTRAL4 = Family("Mistral4ForCausalLM", model_type="mistral4", read_config=read_mistral4_config)

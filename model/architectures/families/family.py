@@ -16,6 +16,7 @@ from twostroke.model.config import (
     LayerSpec,
     ModelConfig,
     Projection,
+    QueryScale,
     RopeConfig,
     RopeType,
     Routing,
@@ -113,6 +114,18 @@ def with_one_gate_up(config: ModelConfig) -> ModelConfig:
     layer, name = config.spec.layer, "mlp.gate_up_proj"
     gate, up = replace(layer.gate, name=name), replace(layer.up, name=name, first_row=config.intermediate_size)
     return replace(config, spec=replace(config.spec, layer=replace(layer, gate=gate, up=up)))
+
+
+def with_query_scale(config: ModelConfig, fields: "ConfigFields") -> ModelConfig:
+    """Return the config with the scale of queries by position that Mistral's files have with their rotation's fields.
+
+    Raises ConfigError.
+    """
+    rope = fields.object("rope_parameters")
+    if not rope.has("llama_4_scaling_beta"):
+        return config
+    scale = QueryScale(rope.integer("original_max_position_embeddings"), rope.number("llama_4_scaling_beta"))
+    return replace(config, query_scale=scale, scaled_layers=frozenset(range(config.num_layers)))
 
 
 def experts_spec(routing: Routing, size: int) -> ExpertsSpec:
@@ -282,8 +295,8 @@ def _read_scaling(
         return RopeConfig(type=kind, factor=factor)
     if kind == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", f"{high} must be greater than low_freq_factor, which is {low}")
+        if high < low:  # Llama 4's are equal: no wavelength lies between
+            raise rope.error("high_freq_factor", f"{high} must not be less than low_freq_factor, which is {low}")
         return RopeConfig(
             kind, factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_position=original
         )

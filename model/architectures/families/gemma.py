@@ -1,7 +1,7 @@
 """Gemma 2 and 3: norms before and behind the sublayers, embeddings times the root of their size, GELU, and windows.
 
 Gemma 2 (Gemma Team 2024) caps scores and logits; Gemma 3 (2025) has norms of heads, and other angles in layers with
-windows. Of checkpoints that see images, too, the text's part is served.
+windows.
 """
 
 import math
@@ -16,8 +16,6 @@ from twostroke.model.architectures.families.family import (
     read_decoder,
 )
 from twostroke.model.config import ModelConfig
-
-_TEXT_OF_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}  # transformers' defaults
 
 
 def _read(fields: ConfigFields, family: str, defaults: Defaults, *, has_head_norms: bool) -> ModelConfig:
@@ -85,22 +83,5 @@ def read_gemma3_config(fields: ConfigFields) -> ModelConfig:
     return replace(config, logits_cap=_cap(fields, "final_logit_softcapping", 0.0))
 
 
-def read_gemma3_of_images_config(fields: ConfigFields) -> ModelConfig:
-    """Raises ConfigError."""
-    config = read_gemma3_config(fields.object("text_config").over(_TEXT_OF_GEMMA3))
-    spec = replace(
-        config.spec,
-        embedding="language_model.model.embed_tokens",
-        layers="language_model.model.layers",
-        final_norm="language_model.model.norm",
-        lm_head="language_model.lm_head",
-        ignored=("vision_tower.", "multi_modal_projector."),
-    )
-    return replace(config, spec=spec, tie_word_embeddings=fields.boolean("tie_word_embeddings", default=True))
-
-
 GEMMA2 = Family("Gemma2ForCausalLM", model_type="gemma2", read_config=read_gemma2_config)
 GEMMA3 = Family("Gemma3ForCausalLM", model_type="gemma3_text", read_config=read_gemma3_config)
-GEMMA3_OF_IMAGES = Family(
-    "Gemma3ForConditionalGeneration", model_type="gemma3", read_config=read_gemma3_of_images_config
-)

@@ -1,4 +1,5 @@
-"""Llama, and the families whose layers are Llama's with little changed: Mistral, Phi-3, Granite and SmolLM3."""
+"""Llama, and the families whose layers are Llama's with little changed: Mistral, MiniMax-M2, Phi-3, Granite and
+SmolLM3."""
 
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ from twostroke.model.architectures.families.family import (
     with_experts,
     with_one_gate_up,
     with_one_qkv,
+    with_query_scale,
 )
-from twostroke.model.config import ExpertsSpec, ModelConfig, Projection
+from twostroke.model.config import ExpertsSpec, ModelConfig, Projection, Routing
 
 
 def read_llama_config(fields: ConfigFields) -> ModelConfig:
@@ -39,19 +41,60 @@ def read_ministral_config(fields: ConfigFields) -> ModelConfig:
     return read_decoder(fields, decoder_spec("Ministral"), Defaults(max_position=131_072, windows=windows))
 
 
+_MINISTRAL3_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
+
+
+def read_ministral3_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    fields = fields.over({"rope_parameters": _MINISTRAL3_ROPE})
+    defaults = Defaults(head_dim=128, rms_norm_eps=1e-5, max_position=262_144, windows=Windows())
+    return with_query_scale(read_decoder(fields, decoder_spec("Ministral 3"), defaults), fields)
+
+
 def read_mixtral_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     defaults = Defaults(rms_norm_eps=1e-5, rope_theta=1e6, max_position=131_072, windows=Windows())
     config = read_decoder(fields, decoder_spec("Mixtral"), defaults)
     routing = read_routing(fields, "num_local_experts", experts=8, top_k=2, normalises=True)
+    return with_experts(config, _mixtral_experts(routing, config.intermediate_size))
+
+
+def _mixtral_experts(routing: Routing, size: int) -> ExpertsSpec:
     gate, up, down = (Projection(f"block_sparse_moe.experts.*.w{number}") for number in (1, 3, 2))
-    router = Projection("block_sparse_moe.gate")
-    return with_experts(config, ExpertsSpec(routing, config.intermediate_size, router, gate, up, down))
+    return ExpertsSpec(routing, size, Projection("block_sparse_moe.gate"), gate, up, down)
+
+
+def read_minimax_m2_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError. Files as published have `rotary_dim`, later ones a factor."""
+    head_dim = fields.integer("head_dim", default=128)
+    defaults = Defaults(
+        head_dim=128,
+        rope_theta=5e6,
+        max_position=196_608,
+        rotated_part=fields.integer("rotary_dim", default=head_dim) / head_dim,
+    )
+    spec = decoder_spec("MiniMax-M2")
+    layer = replace(spec.layer, q_row_norm="self_attn.q_norm", k_row_norm="self_attn.k_norm")
+    config = read_decoder(fields, replace(spec, layer=layer), defaults)
+    number = "num_experts" if fields.is_set("num_experts") else "num_local_experts"
+    routing = read_routing(fields, number, experts=256, top_k=8, normalises=True)
+    experts = _mixtral_experts(replace(routing, scoring="sigmoid"), config.intermediate_size)
+    return with_experts(config, replace(experts, correction="block_sparse_moe.e_score_correction_bias"))
 
 
 MISTRAL = Family("MistralForCausalLM", model_type="mistral", read_config=read_mistral_config)
 MINISTRAL = Family("MinistralForCausalLM", model_type="ministral", read_config=read_ministral_config)
+MINISTRAL3 = Family("Ministral3ForCausalLM", model_type="ministral3", read_config=read_ministral3_config)
 MIXTRAL = Family("MixtralForCausalLM", model_type="mixtral", read_config=read_mixtral_config)
+MINIMAX_M2 = Family(
+    "MiniMaxM2ForCausalLM",
+    model_type="minimax_m2",
+    read_config=read_minimax_m2_config,
+    always={"scoring_func": ("sigmoid",)},
+)
 
 
 def read_phi3_config(fields: ConfigFields) -> ModelConfig:

@@ -1,6 +1,7 @@
 """Qwen 2, 2.5 and 3: Llama's layers with biases of queries, keys and values, or with norms of their heads instead. Some
 have experts, and those of 2 one more that all tokens take."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
@@ -14,12 +15,14 @@ from twostroke.model.architectures.families.family import (
     read_routing,
     with_experts,
 )
-from twostroke.model.config import ExpertsSpec, MlpSpec, ModelConfig, Projection
+from twostroke.model.config import ExpertsSpec, MlpSpec, ModelConfig, Projection, RopeType
+
+_MROPE: Mapping[str, RopeType] = {"mrope": "default"}  # positions in three dimensions, which are one in text
 
 
-def _windows(fields: ConfigFields) -> Windows:
+def _windows(fields: ConfigFields, first: int = 28) -> Windows:
     """The first layers have none, here and there: by how many."""
-    first = fields.count("max_window_layers", default=28)
+    first = fields.count("max_window_layers", default=first)
     return Windows(4096, are_switched=True, has_one=lambda layer: layer >= first)
 
 
@@ -34,6 +37,19 @@ def read_qwen3_config(fields: ConfigFields) -> ModelConfig:
     bias = fields.boolean("attention_bias", default=False)
     spec = decoder_spec("Qwen3", qkv_bias=bias, output_bias=bias, has_head_norms=True)
     return read_decoder(fields, spec, Defaults(head_dim=128, max_position=32_768, windows=_windows(fields)))
+
+
+def read_qwen2_5_vl_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    defaults = Defaults(rms_norm_eps=1e-5, rope_theta=1e6, max_position=32_768, windows=_windows(fields, 80))
+    return read_decoder(fields, decoder_spec("Qwen2.5-VL", qkv_bias=True), replace(defaults, rope_names=_MROPE))
+
+
+def read_qwen3_vl_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    bias = fields.boolean("attention_bias", default=False)
+    spec = decoder_spec("Qwen3-VL", qkv_bias=bias, output_bias=bias, has_head_norms=True)
+    return read_decoder(fields, spec, Defaults(128, rope_theta=5e5, max_position=128_000, rope_names=_MROPE))
 
 
 def read_qwen2_moe_config(fields: ConfigFields) -> ModelConfig:
@@ -74,3 +90,5 @@ QWEN2 = Family("Qwen2ForCausalLM", model_type="qwen2", read_config=read_qwen2_co
 QWEN3 = Family("Qwen3ForCausalLM", model_type="qwen3", read_config=read_qwen3_config)
 QWEN2_MOE = Family("Qwen2MoeForCausalLM", model_type="qwen2_moe", read_config=read_qwen2_moe_config)
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", model_type="qwen3_moe", read_config=read_qwen3_moe_config)
+QWEN2_5_VL_TEXT = Family("Qwen2_5_VLTextModel", model_type="qwen2_5_vl_text", read_config=read_qwen2_5_vl_config)
+QWEN3_VL_TEXT = Family("Qwen3VLTextModel", model_type="qwen3_vl_text", read_config=read_qwen3_vl_config)

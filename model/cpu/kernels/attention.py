@@ -39,6 +39,7 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.protocol.kv_layout import first_seen
 
 PLAIN_ROWS = 64  # of queries, whose scores are in memory at a time
 
@@ -206,30 +207,31 @@ def prefill_attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: At
 def attend_chunk(q: Tensor, kv_layer: Tensor, table: Tensor, context: int, form: AttentionForm, out: Tensor) -> None:
     """The last rows of a sequence's context: q and out [rows, H, D]. The layer is as `decode_attention`'s."""
     _, _, kv_heads, block_size, dim = kv_layer.shape
-    # To a chunk the context begins with the block in which its first query's window does.
-    outside = max(0, context - len(q) + 1 - form.window) // block_size if form.window else 0
-    seen, tokens = table[outside : -(-context // block_size)], context - outside * block_size
+    # To these rows the context begins with the block in which the first one's window does.
+    outside = first_seen(form.window, context - len(q)) // block_size
+    before = outside * block_size
+    seen, tokens = table[outside : -(-context // block_size)], context - before
     if q.dtype == torch.bfloat16 and fits_tiles(dim, block_size):
-        tiled_prefill.attend(q, kv_layer, seen, tokens, form, out)
+        tiled_prefill.attend(q, kv_layer, seen, tokens, form, out, before)
         return
     # [blocks, kinds, G, block_size, D] -> [kinds, G, tokens, D]
     blocks = kv_layer[seen.long()].permute(1, 2, 0, 3, 4).to(q.dtype)
     kinds = blocks.reshape(len(blocks), kv_heads, -1, dim)[:, :, :tokens]
     keys, values = kinds[0], kinds[-1]
     if form.soft_cap or form.sinks is not None:
-        _attend_plainly(q, keys, values, form, out)
+        _attend_plainly(q, keys, values, form, out, before)
     else:
-        _attend_by_torch(q, keys, values, form, out)
+        _attend_by_torch(q, keys, values, form, out, before)
     if form.kv_scales.value != 1:
         out.mul_(form.kv_scales.value)
 
 
-def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:
-    """q, out [rows, H, D]; keys, values [G, tokens, D]."""
+def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor, before: int) -> None:
+    """q, out [rows, H, D]; keys, values [G, tokens, D], behind `before` tokens that no row attends to."""
     rows, tokens = q.shape[0], keys.shape[1]
     mask = None
-    if rows < tokens or 0 < form.window < tokens:  # torch's is_causal aligns the diagonal to the top left
-        mask = _visible(tokens - rows, tokens, tokens, form.window)
+    if rows < tokens or 0 < abs(form.window) < tokens:  # torch's is_causal aligns the diagonal to the top left
+        mask = _visible(tokens - rows, tokens, tokens, form.window, before)
     mixed = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         keys.unsqueeze(0),
@@ -242,7 +244,7 @@ def _attend_by_torch(q: Tensor, keys: Tensor, values: Tensor, form: AttentionFor
     out.copy_(mixed[0].transpose(0, 1))
 
 
-def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor) -> None:
+def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm, out: Tensor, before: int) -> None:
     """Attend as `_attend_by_torch`, some rows at a time, with the forms that torch's attention lacks."""
     rows, heads, dim = q.shape
     groups, tokens, _ = keys.shape
@@ -254,7 +256,7 @@ def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
         if form.soft_cap:
             scores = form.soft_cap * torch.tanh(scores / form.soft_cap)
         begin = tokens - rows + first
-        hidden = ~_visible(begin, begin + count, tokens, form.window)
+        hidden = ~_visible(begin, begin + count, tokens, form.window, before)
         scores = scores.view(heads, count, tokens).masked_fill(hidden, -math.inf)
         if form.sinks is not None:
             scores = torch.cat((scores, form.sinks[:, None, None].expand(-1, count, 1)), dim=2)
@@ -262,7 +264,10 @@ def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, form: AttentionForm
         out[first : first + count] = (weights @ values).view(heads, count, dim).transpose(0, 1)
 
 
-def _visible(begin: int, end: int, tokens: int, window: int) -> Tensor:
-    """bool [end - begin, tokens]: which keys the queries at these positions attend to."""
+def _visible(begin: int, end: int, tokens: int, window: int, before: int) -> Tensor:
+    """bool [end - begin, tokens]: which keys the queries at these positions attend to, all behind `before` others."""
     visible = torch.ones(end - begin, tokens, dtype=torch.bool).tril_(begin)
+    if window < 0:
+        positions = torch.arange(before, before + end)
+        return visible & (positions[:tokens] // -window == positions[begin:, None] // -window)
     return visible.triu_(begin - window + 1) if window else visible

@@ -40,7 +40,7 @@ from twostroke.model.cpu.kernels.launch import (
     float_of_bits,
     taken,
 )
-from twostroke.model.cpu.kernels.prefill import KEY_PADDING, soften
+from twostroke.model.cpu.kernels.prefill import KEY_PADDING, first_seen, soften
 from twostroke.model.cpu.kernels.program import Launcher
 
 SEGMENT_TOKENS = 512  # about; whole blocks
@@ -52,15 +52,15 @@ def segment_tokens(block_size: int) -> int:
 
 
 def most_segments(context: int, window: int, tokens: int) -> int:
-    """Return the most segments that a context of this length has within its window (0: all of it), wherever the window
-    begins."""
-    return min(-(-context // tokens), (window + tokens - 2) // tokens + 1 if window else context)
+    """Return the most segments that a context of this length has within its window (as AttentionForm.window), wherever
+    the window begins."""
+    return min(-(-context // tokens), (abs(window) + tokens - 2) // tokens + 1 if window else context)
 
 
 @compiled
 def segment_range(context, window, tokens):
     """Return a sequence's first segment with tokens within the window, and the one behind its last."""
-    return max(np.int64(0), context - window) // tokens, (context + tokens - 1) // tokens
+    return first_seen(window, context - 1) // tokens, (context + tokens - 1) // tokens
 
 
 @compiled
@@ -78,7 +78,7 @@ def token_range(context, window, tokens, index):
     """Return the tokens of a sequence's `index`-th segment within the window; none where the segment does not exist."""
     first, _ = segment_range(context, window, tokens)
     begin = (first + index) * tokens
-    return max(begin, context - window), min(begin + tokens, context)
+    return max(begin, first_seen(window, context - 1)), min(begin + tokens, context)
 
 
 @compiled

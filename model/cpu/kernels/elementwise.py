@@ -128,6 +128,17 @@ def _scale(words):
             store(x[row], i, widen(x[row, i]) * factor)
 
 
+@Kernels
+def _scale_by_position(words):
+    """words: x (becomes the product), scales, positions, columns, scales' number."""
+    rows, columns = words[1], words[6]
+    x, scales = carray(as_stored(words, words[3]), (rows, columns)), carray(as_floats(words[4]), (words[7],))
+    positions = carray(as_integers(words[5]), (rows,))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(x[row], i, widen(x[row, i]) * scales[positions[row]])
+
+
 @Kernel
 def _soft_cap(words):
     """words: fp32 logits (become the capped ones), columns, cap; items are runs of LOGITS of a row."""
@@ -153,7 +164,8 @@ def rotate(source, cos_sin, factor, out):
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and what
+    queries are by position, or 0."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
@@ -163,14 +175,16 @@ def _rope_and_write_kv(words):
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
     cos_sin = carray(as_floats(words[6]), (words[14], dim))
     positions, slots = carray(as_integers(words[7]), (rows,)), carray(as_integers(words[8]), (rows,))
+    query_scales = carray(as_floats(words[21]), (words[14],))
     for row in taken(words, rows):
         angles = cos_sin[positions[row]]
+        of_queries = query_scales[positions[row]] if words[21] != 0 else np.float32(1)
         block, offset = slots[row] // block_size, slots[row] % block_size
         if is_normalised:
             for head in range(heads + kv_heads):
                 normalise(qkv[row, head], q_norm if head < heads else k_norm, eps, qkv[row, head])
         for head in range(heads):
-            rotate(qkv[row, head], angles, np.float32(1), out[row, head])
+            rotate(qkv[row, head], angles, of_queries, out[row, head])
         for head in range(kv_heads):
             rotate(qkv[row, heads + head], angles, of_keys, kv[block, 0, head, offset])
             value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
@@ -283,6 +297,13 @@ def scale(launcher: Launcher, x: Tensor, factor: float) -> Tensor:
     return x
 
 
+def scale_by_position(launcher: Launcher, x: Tensor, scales: Tensor, positions: Tensor) -> Tensor:
+    """x contiguous [T, width], which becomes the product, and is returned."""
+    rows, width = x.shape
+    launcher.run(_scale_by_position.of(x.dtype), rows, grain(width), x, scales, positions, width, len(scales))
+    return x
+
+
 def soft_cap(launcher: Launcher, logits: Tensor, cap: float) -> Tensor:
     """logits contiguous fp32 [N, vocab], which become the capped ones, and are returned."""
     rows, columns = logits.shape
@@ -318,6 +339,7 @@ def rope_and_write_kv(
     layout: BatchLayout,
     norms: HeadNorms | None = None,
     kv_scales: KVScales = AS_THEY_ARE,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
     """qkv contiguous [T, (H + 2 G) D] -> rotated Q [T, H, D]; K and V go to `layout.slots` of `kv_layer`.
 
@@ -334,7 +356,7 @@ def rope_and_write_kv(
         *(qkv, kv_layer, out, cos_sin, layout.positions, layout.slots),
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
         *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
-        *(1 / kv_scales.key, 1 / kv_scales.value),
+        *(1 / kv_scales.key, 1 / kv_scales.value, 0 if query_scales is None else query_scales),
     )
     return out
 

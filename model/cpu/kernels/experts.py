@@ -242,11 +242,14 @@ def combine(launcher: Launcher, y: Tensor, places: Tensor, weights: Tensor, dtyp
 
 @Kernels
 def _gate_by_sigmoid(words):
-    """words: x (becomes the product), logits, columns."""
+    """words: x (becomes the product), logits, columns, logits of a row."""
     rows, columns = words[1], words[5]
-    x, logits = carray(as_stored(words, words[3]), (rows, columns)), carray(as_floats(words[4]), (rows,))
+    x, logits = carray(as_stored(words, words[3]), (rows, columns)), carray(as_floats(words[4]), (rows, words[6]))
     for row in taken(words, rows):
-        factor = np.float32(1) / (np.float32(1) + exponential(-logits[row]))
+        highest = logits[row, 0]
+        for i in range(1, words[6]):
+            highest = max(highest, logits[row, i])
+        factor = np.float32(1) / (np.float32(1) + exponential(-highest))
         for i in range(columns):
             store(x[row], i, widen(x[row, i]) * factor)
 
@@ -254,5 +257,7 @@ def _gate_by_sigmoid(words):
 def gate_by_sigmoid(launcher: Launcher, x: Tensor, logits: Tensor) -> Tensor:
     """Implement Backend.gate_by_sigmoid; writes into x."""
     rows, columns = x.shape
-    launcher.run(_gate_by_sigmoid.of(x.dtype), rows, max(1, GRAIN_ELEMENTS // columns), x, logits, columns)
+    launcher.run(
+        _gate_by_sigmoid.of(x.dtype), rows, max(1, GRAIN_ELEMENTS // columns), x, logits, columns, logits.shape[1]
+    )
     return x

@@ -207,13 +207,21 @@ def soften(scores, first, visible, width, scale, cap, best, weight_sum, mixed, d
     return highest, weight_sum + total
 
 
+@compiled
+def first_seen(window, position):
+    """Return the first position that a query attends to, as protocol.kv_layout.first_seen; here no window is 0."""
+    if window < 0:
+        return max(np.int64(0), position) // -window * -window
+    return max(np.int64(0), position + 1 - window)
+
+
 def _make_prefill(multiply: Any) -> Any:
     """`multiply`: as floats.multiply."""
 
     @compiled
     def prefill(words):
         """words: q, packed K, packed V, out, rows, heads, KV heads, head dim, tokens, padded tokens, scale, how many
-        heads share tiles, window, cap or 0, sinks or 0, and what values are multiplied by.
+        heads share tiles, window, cap or 0, sinks or 0, what values are multiplied by, and tokens before the first.
 
         A tile's rows are its queries' heads: query by query, head by head.
         """
@@ -228,6 +236,7 @@ def _make_prefill(multiply: Any) -> Any:
         scale, together = float_of_bits(np.uint32(words[13])), words[14]
         window, cap, has_sinks = words[15], float_of_bits(np.uint32(words[16])), words[17] != 0
         sinks, factor = carray(as_floats(words[17]), (heads,)), float_of_bits(np.uint32(words[18]))
+        before = words[19]
         q, out = carray(as_halves(words[3]), (rows, heads, dim)), carray(as_halves(words[6]), (rows, heads, dim))
         queries = np.zeros((QUERY_TILE, dim), np.uint16)
         scores = np.empty((QUERY_TILE, KEY_TILE), np.float32)
@@ -254,7 +263,7 @@ def _make_prefill(multiply: Any) -> Any:
             keys, values = words[4] + group * head_bytes, words[5] + group * head_bytes
             seen = tokens - rows + first  # keys before this tile's first query
             # Whole vectors before the first query's window; the others' begin within the first tile of keys, too.
-            hidden = max(0, seen + 1 - window) // KEY_PADDING * KEY_PADDING
+            hidden = (first_seen(window, before + seen) - before) // KEY_PADDING * KEY_PADDING
             for start in range(hidden, seen + count, KEY_TILE):
                 width = min(KEY_TILE, (seen + count - start + KEY_PADDING - 1) // KEY_PADDING * KEY_PADDING)
                 place, stride = keys + 4 * start, 4 * padded_tokens
@@ -262,7 +271,11 @@ def _make_prefill(multiply: Any) -> Any:
                 multiply(used, queries.ctypes.data, 2 * dim, place, stride, dim // 2, target, 4 * KEY_TILE, width, 0)
                 for row in range(used):
                     behind = seen + row // together + 1 - start  # this row's own key
-                    visible, outside = max(0, min(width, behind)), max(0, behind - window)
+                    hidden_tokens = first_seen(window, before + start + behind - 1) - before
+                    visible, outside = max(0, min(width, behind)), max(0, hidden_tokens - start)
+                    if outside >= visible:  # the row's chunk begins behind these keys
+                        probabilities[row, :width] = 0
+                        continue
                     place = scores.ctypes.data + 4 * KEY_TILE * row
                     sums, weights = mixed.ctypes.data + 4 * dim * row, probabilities.ctypes.data + 2 * KEY_TILE * row
                     best[row], weight_sum[row] = soften(
@@ -331,11 +344,13 @@ def _pack(words):
                 packed_values[head, tokens // 2, i] &= np.int32(0xFFFF)  # the second of a pair is the upper half
 
 
-def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: AttentionForm, out: Tensor) -> None:
+def attend(
+    q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: AttentionForm, out: Tensor, before: int = 0
+) -> None:
     """Causal attention of the last rows of a context of `tokens`, in contiguous bf16, of a shape that `fits_tiles`.
 
     q and out [rows, H, D]; kv_layer [blocks, kinds, G, block_size, D], of bf16 or FP8; table int32, contiguous. All of
-    the table is read.
+    the table is read. `before` tokens that no row attends to lie in front of the context.
     """
     rows, heads, dim = q.shape
     _, kinds, kv_heads, block_size, _ = kv_layer.shape
@@ -353,6 +368,7 @@ def attend(q: Tensor, kv_layer: Tensor, table: Tensor, tokens: int, form: Attent
         *(q, keys, values, out),
         *(rows, heads, kv_heads, dim, tokens, padded_tokens, form.cached_scale, together),
         *(form.window or tokens, form.soft_cap, 0 if form.sinks is None else form.sinks, form.kv_scales.value),
+        before,
     )
 
 

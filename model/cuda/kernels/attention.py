@@ -37,6 +37,7 @@ from twostroke.model.cuda.kernels.launch import (
 )
 from twostroke.model.cuda.kernels.segments import (
     SplitConfig,
+    first_seen,
     make_partials,
     merge_segments,
     part_of,
@@ -220,7 +221,7 @@ def attend_tile(
     if MASKED:
         visible = (keys[None, :] <= positions[:, None]) & (keys < context_len)[None, :]
         if WINDOW:
-            visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+            visible = visible & (keys[None, :] >= first_seen(positions, WINDOW)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
     weights = tl.exp2(scores * scale_log2 - new_best[:, None])
@@ -299,7 +300,7 @@ def prefill_attention_kernel(
     end = tl.minimum(first + TOKENS, context_len)
     if WINDOW:
         # Masked throughout: steps that all rows see whole would need a loop between two others.
-        least = tl.maximum(first - WINDOW + 1, 0)
+        least = first_seen(first, WINDOW)
         masked_from = least // BLOCK_N * BLOCK_N
     else:
         # Whole steps that every row sees need no mask; the rest cross the diagonal or the context's end.
@@ -461,9 +462,12 @@ def decode_attention_kernel(
             best = tl.where(is_first, sink, best)
             total = tl.where(is_first, 1.0, total)
         # Always masked: the loop waits for memory, and one loop keeps its loads in flight to the end.
+        least = 0
+        if WINDOW:
+            least = first_seen(context_len - 1, WINDOW)
         for start in range(begin, end, BLOCK_N):
             best, total, acc = attend_tile(
-                q_tile, k_head, block_table, kind_stride, block_stride, start, context_len - WINDOW, context_len, last,
+                q_tile, k_head, block_table, kind_stride, block_stride, start, least, context_len, last,
                 scale_log2, best, total, acc, True, WINDOW, SOFT_CAP, HEAD_DIM, HEAD_DIM_PADDED, BLOCK_SIZE, BLOCK_N,
                 PRECISION,
             )  # fmt: skip

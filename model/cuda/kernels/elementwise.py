@@ -256,6 +256,7 @@ def rope_kv_kernel(
     eps,
     of_keys,
     of_values,
+    query_scales,
     NUM_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -274,7 +275,8 @@ def rope_kv_kernel(
     tile = tl.program_id(1)
     dims = tl.arange(0, HALF_PADDED)
     real = dims < HALF
-    angles = cos_sin + tl.load(positions + token) * HEAD_DIM + dims
+    position = tl.load(positions + token)
+    angles = cos_sin + position * HEAD_DIM + dims
     cos = tl.load(angles, mask=real, other=0.0)[None, :]
     sin = tl.load(angles + HALF, mask=real, other=0.0)[None, :]
     row = qkv + token * ((NUM_HEADS + 2 * NUM_GROUPS) * HEAD_DIM)
@@ -283,7 +285,10 @@ def rope_kv_kernel(
         inside = (heads < NUM_HEADS)[:, None] & real[None, :]
         offsets = heads[:, None] * HEAD_DIM + dims[None, :]
         q_to = q_out + token * (NUM_HEADS * HEAD_DIM)
-        _rotate_tile(row, q_to, offsets, offsets, inside, cos, sin, q_norm, eps, 1.0, HALF, NORMALISE)
+        of_queries = 1.0
+        if query_scales is not None:
+            of_queries = tl.load(query_scales + position)
+        _rotate_tile(row, q_to, offsets, offsets, inside, cos, sin, q_norm, eps, of_queries, HALF, NORMALISE)
     else:
         slot = tl.load(slots + token)
         if slot >= 0:
@@ -309,8 +314,10 @@ def rope_and_write_kv(
     slots: Tensor,
     norms: HeadNorms | None = None,
     kv_scales: KVScales = AS_THEY_ARE,
+    query_scales: Tensor | None = None,
 ) -> Tensor:
-    """Rotate Q and K, normalised where there are norms, write K and V at `slots`; return Q, [T, H, D].
+    """Rotate Q and K, normalised where there are norms, write K and V at `slots`; return Q, [T, H, D], times
+    `query_scales`, fp32 [max_position], of its positions.
 
     qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]; kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
     float8_e4m3fn; positions and slots int64 [T]. A negative slot writes nothing; its position must still be within
@@ -328,7 +335,7 @@ def rope_and_write_kv(
         rope_kv_kernel[(tokens, triton.cdiv(heads, tile_heads) + triton.cdiv(groups, tile_heads))](
             qkv, cos_sin, kv_layer, positions, slots, q_out,
             *((qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)),
-            1 / kv_scales.key, 1 / kv_scales.value,
+            1 / kv_scales.key, 1 / kv_scales.value, query_scales,
             NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HALF_PADDED=half_padded, BLOCK_SIZE=block_size,
             TILE_HEADS=tile_heads, NORMALISE=norms is not None, num_warps=_BLOCK_WARPS, **dependent_launch(qkv),
         )  # fmt: skip

@@ -465,11 +465,17 @@ def compute(
 
 
 @triton.jit
-def gate_by_sigmoid_kernel(x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gate_by_sigmoid_kernel(
+    x, logits, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LOGITS: tl.constexpr, PADDED: tl.constexpr
+):
     """One program per row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    logit = tl.load(logits + row)
+    if LOGITS == 1:
+        logit = tl.load(logits + row)
+    else:
+        numbers = tl.arange(0, PADDED)
+        logit = tl.max(tl.load(logits + row * LOGITS + numbers, mask=numbers < LOGITS, other=float("-inf")), axis=0)
     shrunk = tl.exp(-tl.abs(logit))
     factor = tl.where(logit >= 0, 1.0, shrunk) / (1.0 + shrunk)
     found = tl.load(x + row * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
@@ -480,5 +486,8 @@ def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
     """Implement Backend.gate_by_sigmoid in place."""
     rows, width = x.shape
     if rows:
-        gate_by_sigmoid_kernel[(rows, triton.cdiv(width, 1024))](x, logits, x, WIDTH=width, BLOCK=1024, num_warps=4)
+        gate_by_sigmoid_kernel[(rows, triton.cdiv(width, 1024))](
+            x, logits, x,
+            WIDTH=width, BLOCK=1024, LOGITS=logits.shape[1], PADDED=power_of_two(logits.shape[1]), num_warps=4,
+        )  # fmt: skip
     return x

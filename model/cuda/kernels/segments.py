@@ -64,6 +64,16 @@ def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) ->
 
 
 @triton.jit
+def first_seen(positions, WINDOW: tl.constexpr):
+    """Return the first position that queries at `positions` attend to, as protocol.kv_layout.first_seen; of a number or
+    of a tensor of them. There is a window."""
+    if WINDOW < 0:
+        return tl.maximum(positions, 0) // -WINDOW * -WINDOW
+    else:
+        return tl.maximum(positions - WINDOW + 1, 0)
+
+
+@triton.jit
 def steps_of(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the first key of a context's first step, its steps): of a number or of a tensor of them.
 
@@ -71,7 +81,7 @@ def steps_of(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """
     begin = context_lens * 0
     if WINDOW:
-        begin = tl.maximum(context_lens - WINDOW, 0) // BLOCK_N * BLOCK_N
+        begin = first_seen(context_lens - 1, WINDOW) // BLOCK_N * BLOCK_N
     return begin, tl.maximum((context_lens - begin + BLOCK_N - 1) // BLOCK_N, 1)
 
 

@@ -50,7 +50,7 @@ def check(case: PagedCase, config: PrefillTiling | DecodeTiling, expected: torch
 
 def decodes_of(case: PagedCase, programs: int, block_n: int = 16) -> DecodeTiling:
     """Return the tiling for the contexts that the layout may have."""
-    steps = -(-min(case.layout.max_context_len, case.form.window or 1 << 20) // block_n) + 1
+    steps = -(-min(case.layout.max_context_len, abs(case.form.window) or 1 << 20) // block_n) + 1
     return DecodeTiling(block_n, num_warps=4, num_stages=2, split=SplitConfig(programs, steps))
 
 
@@ -117,7 +117,7 @@ def test_prefill_attention_is_right_with_the_tables_own_tiles(architecture: Arch
 
 
 WIDE = replace(PLAIN, block_m=64)
-WINDOWS = pytest.mark.parametrize("window", [1, 37, 64, 1000])
+WINDOWS = pytest.mark.parametrize("window", [1, 37, 64, 1000, -32, -37])  # chunks: whole blocks and others
 FORMS = pytest.mark.parametrize(
     "form",
     [
@@ -125,6 +125,7 @@ FORMS = pytest.mark.parametrize(
         {"has_sinks": True},
         {"window": 20, "has_sinks": True},
         {"window": 70, "soft_cap": 3.0, "has_sinks": True},
+        {"window": -37, "soft_cap": 3.0, "has_sinks": True},
     ],
     ids=str,
 )

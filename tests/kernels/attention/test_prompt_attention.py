@@ -123,3 +123,5 @@ def test_nothing_takes_it_unasked_and_sinks_are_an_error(installed: Flash) -> No
     assert installed.calls == 0
     with pytest.raises(ValueError, match="doesn't know sinks"):
         attended(small(has_sinks=True))
+    with pytest.raises(ValueError, match="doesn't know sinks, chunks"):
+        attended(small(window=-16))

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from twostroke.model.cuda.kernels.launch import H100
 from twostroke.model.cuda.kernels.segments import SplitConfig, part_of, segment_of, split_config
+from twostroke.protocol.kv_layout import first_seen
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 BLOCK_N = 64
@@ -69,7 +70,7 @@ def random_contexts(seed: int) -> tuple[list[int], int]:
     return contexts, draw.choice((1, 4, 33))
 
 
-@pytest.mark.parametrize("window", [0, 100, 1024])
+@pytest.mark.parametrize("window", [0, 100, 1024, -100, -1024])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_key_that_is_seen_is_in_one_segment_and_no_two_have_one_place(seed: int, window: int) -> None:
     contexts, programs = random_contexts(seed)
@@ -80,7 +81,7 @@ def test_every_key_that_is_seen_is_in_one_segment_and_no_two_have_one_place(seed
     assert len(set(places)) == len(places), "room for partial results is for rows + programs"
     for row, context in enumerate(contexts):
         own = seen[row]
-        first = max(0, context - window) // BLOCK_N * BLOCK_N if window else 0
+        first = first_seen(window, max(0, context - 1)) // BLOCK_N * BLOCK_N
         assert (own[0].begin, own[-1].end) == (first, context)
         assert all(
             one.end == other.begin and one.program + 1 == other.program for one, other in itertools.pairwise(own)

@@ -24,6 +24,7 @@ from twostroke.model import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation, Routing
+from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.kernels.experts import experts_config, order
 from twostroke.model.cuda.kernels.launch import H100
@@ -162,3 +163,10 @@ def test_a_shared_result_is_gated_by_a_sigmoid() -> None:
     x, logits = torch.randn(5, 1100).bfloat16(), torch.tensor([[-200.0], [-1.0], [0.0], [2.0], [200.0]])
     expected = reference.gate_by_sigmoid(x, logits)
     close(CudaBackend(H100).gate_by_sigmoid(x.clone(), logits), expected)
+
+
+def test_an_input_is_gated_by_its_highest_logits_sigmoid() -> None:
+    x, logits = torch.randn(7, 300).bfloat16(), 4 * torch.randn(7, 5)
+    expected = reference.gate_by_sigmoid(x, logits)
+    close(CudaBackend(H100).gate_by_sigmoid(x.clone(), logits), expected)
+    close(CpuBackend().gate_by_sigmoid(x.clone(), logits), expected)

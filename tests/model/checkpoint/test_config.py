@@ -7,7 +7,7 @@ import pytest
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.config import RopeConfig
-from twostroke.model.costs.sizes import num_parameters
+from twostroke.model.costs.sizes import fit, num_parameters
 from twostroke.protocol.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -159,6 +159,32 @@ def test_published_files_that_leave_much_out_are_read(
     assert num_parameters(config) == parameters
     assert config.max_position == context
     assert sum(window > 0 for window in config.windows) == len(config.local_layers) == with_windows
+
+
+LLAMA4_SCOUT = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "text_config": {
+        **{"max_position_embeddings": 10_485_760, "rope_theta": 500_000.0, "attn_temperature_tuning": 4},
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
+
+def test_a_published_llama_4_keeps_chunks_in_three_of_four_layers() -> None:
+    config = parse_model_config(LLAMA4_SCOUT, "config.json")
+    assert num_parameters(config) == 107_769_861_120
+    assert config.windows == (-8192, -8192, -8192, 0) * 12
+    assert config.unrotated_layers == config.scaled_layers == frozenset(range(3, 48, 4))
+    found = fit(config, 0, itemsize=2, kv_itemsize=2, memory=60 << 30)
+    assert found.kv_bytes_per_token == 12 * 2 * 8 * 128 * 2
+    assert found.kv_window_bytes == 3 * 8193 * found.kv_bytes_per_token
+    with pytest.raises(ConfigError, match=r"text_config\.layer_types: expected 48 times"):
+        parse_model_config({**LLAMA4_SCOUT, "text_config": {"layer_types": ["sliding_attention"]}}, "config.json")
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok: 2 is not supported"):
+        parse_model_config({**LLAMA4_SCOUT, "text_config": {"num_experts_per_tok": 2}}, "config.json")
 
 
 def test_a_folder_without_config_is_no_model_folder(tmp_path: Path) -> None:

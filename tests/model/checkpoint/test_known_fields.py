@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from twostroke.model.architectures.families import FAMILIES
 from twostroke.model.architectures.families.family import ConfigFields, Family
+from twostroke.model.architectures.families.wrappers import WRAPPERS
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.known_fields import CHANGES, INERT
 from twostroke.protocol.errors import ConfigError
@@ -18,8 +19,8 @@ DERIVED = {"qk_head_dim"}
 """Fields that transformers' classes compute from others and write beside them."""
 UNUSED = {
     "deepseek_v2": {"norm_topk_prob"},
-    "deepseek_v3": {"num_nextn_predict_layers"},
-    "gemma3_text": {"attn_logit_softcapping", "_sliding_window_pattern"},
+    **{key: {"num_nextn_predict_layers"} for key in ("deepseek_v3", "kimi_k25")},
+    **{key: {"attn_logit_softcapping", "_sliding_window_pattern"} for key in ("gemma3_text", "gemma3")},
 }
 """Fields that a class has, and that transformers' modules do not read."""
 VARIED: tuple[dict[str, Any], ...] = (
@@ -35,7 +36,7 @@ def written_by_transformers(family: Family) -> dict[str, Any]:
     """Return the defaults that the family's class writes, of a few layers."""
     kind = CONFIG_MAPPING[family.model_type]
     fields: dict[str, Any] = {"num_hidden_layers": 4}
-    if family.model_type == "gemma3":
+    if family in WRAPPERS:
         return dict(kind(text_config=fields).to_dict())
     if family.model_type == "glm4_moe":
         fields["num_attention_heads"] = 64  # or the hidden size is no multiple of it, and there is no head_dim
@@ -55,8 +56,6 @@ def test_each_field_of_transformers_own_class_is_read_or_changes_nothing(family:
     written = written_by_transformers(family)
     names = {*written} | {f"text_config.{name}" for name in written.get("text_config", ())}
     known = INERT | DERIVED | UNUSED.get(family.model_type, set()) | PretrainedConfig().to_dict().keys()
-    if family.model_type == "gemma3":
-        known |= UNUSED["gemma3_text"]
     left = {name for name in names - asked_of(family) if name.removeprefix("text_config.") not in known}
     assert not left, "a new version of transformers has fields that ours must read, or know as inert"
 
@@ -92,6 +91,10 @@ def test_parts_of_a_rotation_that_nobody_reads_are_refused_by_name(name: str) ->
     rope = {"rope_type": "linear", "factor": 2.0}
     with pytest.raises(ConfigError, match=f"config.json: {name}.short_mscale: 1.2 changes what a model computes"):
         parse_model_config(raw | {name: rope | {"short_mscale": 1.2}}, "config.json")
+    with pytest.raises(
+        ConfigError, match=f"config.json: {name}.llama_4_scaling_beta: 0.1 changes what a model computes"
+    ):
+        parse_model_config(raw | {name: rope | {"llama_4_scaling_beta": 0.1}}, "config.json")
     assert parse_model_config(raw | {name: rope | {"short_mscale": 1.0}}, "config.json").rope.factor == 2.0
 
 

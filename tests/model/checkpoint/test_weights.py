@@ -94,6 +94,83 @@ def test_a_tensor_that_does_not_fit_is_named(
     assert str(caught.value).startswith(str(folder))
 
 
+def stacked(folder: Path) -> None:
+    """Rewrite a checkpoint with one tensor of all experts for gate and up, and one for down, as transformers 5 has."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        names = [name for name in tensors if ".mlp.experts.0.gate_proj." in name]
+        for first in names:
+            base, _, ending = first.partition("0.gate_proj.weight")
+            numbers = range(
+                sum(name.startswith(base) and name.endswith(f"gate_proj.weight{ending}") for name in tensors)
+            )
+            of_each = {
+                part: [tensors.pop(f"{base}{number}.{part}_proj.weight{ending}") for number in numbers]
+                for part in ("gate", "up", "down")
+            }
+            gate_up = [torch.cat(both) for both in zip(of_each["gate"], of_each["up"], strict=True)]
+            tensors[f"{base}gate_up_proj{ending}"] = torch.stack(gate_up)
+            tensors[f"{base}down_proj{ending}"] = torch.stack(of_each["down"])
+
+    rewrite(folder, change)
+
+
+EXPERTS: dict[str, Any] = {
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 24},
+    **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def test_one_tensor_of_all_experts_is_what_theirs_are_one_by_one(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(**EXPERTS)
+    before = open_checkpoint(folder)
+    kept = {name: before.tensor(name).clone() for name in before.shapes}
+    digest = before.digest()
+    stacked(folder)
+    after = open_checkpoint(folder)
+    assert all(torch.equal(after.tensor(name), tensor) for name, tensor in kept.items())
+    down = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert torch.equal(after.tensor(down, slice(3, 9), slice(2, 5)), kept[down][3:9, 2:5])
+    assert after.digest() == digest
+
+
+@pytest.mark.parametrize("block", [None, [8, 16]], ids=["one scale an expert", "blocks"])
+def test_one_tensor_of_all_experts_may_be_in_fp8(block: list[int] | None, write_checkpoint: Any) -> None:
+    """Mistral Small 4 is published so: gate and up of an expert share a scale."""
+    told = {"quant_method": "fp8", "modules_to_not_convert": ["self_attn", "gate"], "weight_block_size": block}
+    folder = write_checkpoint(**EXPERTS, quantization_config=told)
+    generator = torch.Generator().manual_seed(1)
+    scales: dict[str, torch.Tensor] = {}
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            rows, columns = tensors[name].shape
+            shape = (1, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
+            found = torch.rand(shape, generator=generator) + 1
+            shared = scales.get(name.replace(".up_proj.", ".gate_proj.")) if block is None else None
+            scales[name] = tensors[f"{name}_scale_inv"] = found if shared is None else shared.clone()
+
+    rewrite(folder, quantise)
+    before = open_checkpoint(folder)
+    names = before.forms.keys()
+    assert len(names) == 2 * 5 * 3
+    kept = {name: before.weight(name).dequantized(torch.float32) for name in names}  # type: ignore[union-attr]
+    stacked(folder)
+    if block is None:
+        rewrite(folder, lambda tensors: tensors.update(one_scale_an_expert(tensors)))
+    after = open_checkpoint(folder)
+    assert after.forms == before.forms
+    for name, weight in kept.items():
+        assert torch.equal(after.weight(name).dequantized(torch.float32), weight)  # type: ignore[union-attr]
+
+
+def one_scale_an_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """[experts, 1, 1], and scales of activations, which nobody needs."""
+    found = {name: tensor[:, :1].clone() for name, tensor in tensors.items() if name.endswith("gate_up_proj_scale_inv")}
+    return found | {name.replace("_scale_inv", "_activation_scale"): torch.ones(5) for name in found}
+
+
 def test_a_missing_shard_is_named(write_checkpoint: Any) -> None:
     folder = write_checkpoint(shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()

@@ -53,9 +53,10 @@ def test_quantised_weights_are_fewer_bytes_and_the_cache_counts_by_its_own_numbe
 
 
 def test_layers_with_windows_add_nothing_for_a_longer_context() -> None:
-    windowed = ModelShape(**{**vars(TINY), "windows": (4, 0)})
-    assert step_work(windowed).context_flops == step_work(TINY).context_flops / 2
-    assert step_work(windowed).pair_flops == step_work(TINY).pair_flops / 2
+    for window in (4, -4):
+        windowed = ModelShape(**{**vars(TINY), "windows": (window, 0)})
+        assert step_work(windowed).context_flops == step_work(TINY).context_flops / 2
+        assert step_work(windowed).pair_flops == step_work(TINY).pair_flops / 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import attention as cpu_attention
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.protocol.kv_layout import first_seen
 
 SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128), (12, 2, 96)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,7 +33,7 @@ def forgetful(case: PagedCase, window: int) -> BatchLayout:
     tables = layout.block_tables.clone()
     lengths = layout.query_starts.diff()
     for row, (context, length) in enumerate(zip(layout.context_lens.tolist(), lengths.tolist(), strict=True)):
-        tables[row, : max(0, context - length + 1 - window) // block_size] = 0
+        tables[row, : first_seen(window, context - length) // block_size] = 0
     return replace(layout, block_tables=tables)
 
 
@@ -124,7 +125,7 @@ def test_short_chunks_whose_heads_share_tiles_equal_the_reference_and_write_noth
     assert (around[[0, -1]] == 7.0).all()
 
 
-WINDOWS = [1, 2, 16, 17, 37, 64, 513, 5000]
+WINDOWS = [1, 2, 16, 17, 37, 64, 513, 5000, -1, -16, -37, -64, -513, -5000]  # chunks are negative
 FORMED_SHAPES = [(4, 2, 64), (6, 1, 40), (15, 3, 96), (4, 1, 256)]
 CAPS_AND_SINKS = [(50.0, False), (0.0, True), (5.0, True)]
 FORMS = [
@@ -154,6 +155,15 @@ def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window
         if cap or has_sinks:
             without = reference.attention(case.q, case.kv_layer, case.layout, form_of(case, window, 0.0, False))
             assert (computed(case, form).flatten(1) - without).abs().max() > 0.02, "the form makes no difference here"
+
+
+@pytest.mark.usefixtures("on_each_unit")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_two_chunks_share_a_tile_though_their_keys_do_not(dtype: torch.dtype) -> None:
+    """The rows behind the border see nothing of the first tile of keys."""
+    case = paged_case([(40, 1040)], heads=2, groups=1, dim=64, dtype=dtype)
+    form = AttentionForm(0.1, -513)
+    check(prefilled(case, form), case, form)
 
 
 @pytest.mark.usefixtures("on_each_unit")

@@ -39,6 +39,14 @@ def test_norms_equal_the_reference(dtype: torch.dtype, shape: tuple[int, int], t
     close(normed, reference.rms_norm(total, weight, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_scaled_by_their_positions_as_the_reference_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, scales, positions = torch.randn(9, 40).to(dtype), torch.rand(64) + 1, torch.randint(64, (9,))
+    expected = reference.scale_by_position(x, scales, positions)
+    assert torch.equal(BACKEND.scale_by_position(x.clone(), scales, positions), expected)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("gate", [-1e30, -200.0, -90.0, 0.0, 90.0, 1e30])
 def test_the_gated_activation_stays_finite_at_the_ends(gate: float, activation: Activation) -> None:
@@ -59,10 +67,13 @@ def test_rotation_and_kv_write_equal_the_reference(
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
     norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
+    of_queries = 1 + torch.rand(64) if has_norms else None
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
     close(
-        BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms),
-        reference.rope_and_write_kv(qkv, cos_sin, expected, layout.positions, layout.slots, norms),
+        BACKEND.rope_and_write_kv(qkv.clone(), cos_sin, written, layout, norms, query_scales=of_queries),
+        reference.rope_and_write_kv(
+            qkv, cos_sin, expected, layout.positions, layout.slots, norms, query_scales=of_queries
+        ),
     )
     close(written, expected)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.architectures.test_conformance import FAMILY_SHAPES
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, MISTRAL4
 from tests.model.conftest import make_decoder
 from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
@@ -59,8 +59,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "experts": FAMILY_SHAPES["qwen3_moe"],
     "experts and one that all tokens take": FAMILY_SHAPES["qwen2_moe"],
     "stacked experts with biases, sinks": FAMILY_SHAPES["gpt_oss"],
+    "chunks, stacked experts whose input is scaled": FAMILY_SHAPES["llama4"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
+    "delta nets": FAMILY_SHAPES["qwen3_5"]
+    | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
+    "latents whose queries are scaled": MISTRAL4,
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 

@@ -3,6 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from twostroke.router.openai.messages import MessagesRequest
+from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import (
     LACKING,
     MAX_NAMED,
@@ -59,6 +61,29 @@ def test_what_a_prompt_lacks_is_told_where_it_lacks_it(prompt, refusal):
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": prompt})
     assert str(explain(caught.value.errors())).startswith(refusal)
+
+
+IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+SENDS_IMAGES = [
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE_URL]}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}),
+    (ResponsesRequest, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}),
+    (MessagesRequest, {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 8}),
+]
+
+
+@pytest.mark.parametrize(("model", "body"), SENDS_IMAGES, ids=("chat", "audio", "responses", "messages"))
+def test_an_image_is_refused_where_it_stands_with_a_way_to_go_on(model, body):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    error = explain(caught.value.errors())
+    (message,) = body.get("messages") or body["input"]
+    part = len(message["content"]) - 1
+    kind = message["content"][part]["type"]
+    assert error.param.endswith(f".0.content.{part}")
+    assert f"the type {kind!r} is not supported" in str(error)
+    assert "reads and writes text alone: leave the part out, or say in words what it shows" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,16 @@ def test_a_response_template_that_is_broken_is_told_when_it_is_loaded(folder):
     TextTokenizer.load(folder, response_template="none")
 
 
-def test_the_template_may_stand_in_the_tokenizer_config(folder):
+def test_the_template_may_stand_in_a_json_file(folder):
     (folder / "chat_template.jinja").unlink()
     change(folder / "tokenizer_config.json", chat_template="{{ bos_token }}{{ messages[0].content }}")
     assert TextTokenizer.load(folder).render_chat([{"role": "user", "content": "a"}]) == "<|begin|>a"
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "y"}]
     change(folder / "tokenizer_config.json", chat_template=named)
     assert TextTokenizer.load(folder).render_chat([]) == "y"
+    change(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.json").write_text('{"chat_template": "z"}')
+    assert TextTokenizer.load(folder).render_chat([]) == "z"
 
 
 def test_another_template_goes_before_the_folders(folder):

@@ -330,11 +330,13 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
 
 
 def _windows(seed: int, num_layers: int) -> tuple[int, ...]:
-    """Return the layers' windows. In two seeds of five some layers attend to the last tokens alone, in some all do."""
+    """Return the layers' windows. In two seeds of five some layers see the last tokens alone, or their chunk's, in
+    some all do."""
     draw = random.Random(f"windows of {seed}")
     if draw.random() < 0.6:
         return (0,) * num_layers
     window, share = draw.choice((2, 5, 16, 40, 100)), draw.choice((0.5, 0.5, 1.0))
+    window *= draw.choice((1, -1))
     return tuple(window if layer == num_layers - 1 or draw.random() < share else 0 for layer in range(num_layers))
 
 

@@ -27,7 +27,7 @@ def test_layers_are_cut_into_groups_as_large_as_the_smaller_kind() -> None:
     assert group_layers((9, 9)) == KVGroups((9,), (0, 0), (0, 1))
 
 
-@pytest.mark.parametrize("windows", [(0, 5), (7,), (0, 0, 3), (2, 2, 0, 30)])
+@pytest.mark.parametrize("windows", [(0, 5), (7,), (0, 0, 3), (2, 2, 0, 30), (0, -8), (-7, 0, -7)])
 def test_the_longest_request_is_the_one_that_just_fits(windows: tuple[int, ...]) -> None:
     groups = group_layers(windows)
     for num_blocks in range(1, 40):
@@ -72,7 +72,45 @@ def test_a_window_holds_no_more_than_itself_and_a_step() -> None:
     assert held == 25 + 3  # of tokens 91 to 99, which the next one attends to
 
 
-@pytest.mark.parametrize("windows", [(10, 0), (3, 0, 0), (7,)])
+@pytest.mark.parametrize("size", [8, 10])  # whole blocks, and not
+def test_a_chunk_holds_no_more_than_itself_and_a_step_and_goes_back_whole(size: int) -> None:
+    groups = group_layers((-size, 0))
+    assert groups.windows == (0, -size)
+    most, held = hold_prompt(groups, 100, SIZE, STEP)
+    assert most == 25 + groups.most_rows(1, SIZE, STEP) <= 25 + (size + STEP - 2) // SIZE + 2
+    first = 100 // size * size
+    assert held == 25 + 25 - first // SIZE
+    _, at_end = hold_prompt(groups, 80, SIZE, STEP)
+    assert at_end == 20, "the next token begins a chunk, and sees no token before it there"
+
+
+def test_behind_a_chunk_a_prefix_needs_only_the_layers_that_keep_all() -> None:
+    pool = BlockPool(60, SIZE, group_layers((0, -8)))
+    _, hashes = named(pool, 80)
+    table = pool.match(hashes)
+    assert len(table) == 40
+    assert NO_BLOCK not in group_table(table, 0, 2)
+    assert set(group_table(table, 1, 2)) == {NO_BLOCK}
+    pool.release(table)
+    table = pool.match(hashes[:19])  # half of a chunk
+    assert [block == NO_BLOCK for block in group_table(table, 1, 2)] == [True] * 18 + [False]
+    pool.release(table)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("chunk", [8, 13])
+def test_of_a_chunk_a_transfer_sends_what_the_next_token_sees(chunk: int) -> None:
+    groups = group_layers((0, -chunk))
+    for num_tokens in (5, 8, 13, 26, 39, 40):
+        plan = ChunkPlan(groups=groups, layers=range(2), num_tokens=num_tokens, num_ready_tokens=num_tokens)
+        plan.begin(SIZE, 0)
+        runs = {run.layer: (run.first_unit, run.num_units) for run in plan.next_runs(1 << 20)}
+        assert plan.all_taken
+        first, end = num_tokens // chunk * chunk // SIZE, -(-num_tokens // SIZE)
+        assert runs == {0: (0, end)} | ({1: (first, end - first)} if first < end else {})
+
+
+@pytest.mark.parametrize("windows", [(10, 0), (3, 0, 0), (7,), (-8, 0), (-7, 0)])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_chunk_behind_one_under_way_keeps_to_the_blocks_that_windows_have_come_to(
     role: str, windows: tuple[int, ...]
@@ -119,8 +157,9 @@ def test_a_prefix_is_cached_as_far_as_some_window_is_still_whole() -> None:
     assert pool.lookup(hashes[:10]) < 10
 
 
-def test_a_shared_windows_block_leaves_room_for_its_successor() -> None:
-    groups = group_layers((6,))
+@pytest.mark.parametrize("window", [6, -10])
+def test_a_shared_windows_block_leaves_room_for_its_successor(window: int) -> None:
+    groups = group_layers((window,))
     pool = BlockPool(9, SIZE, groups)
     _, hashes = named(pool, 16)
     first = pool.match(hashes)  # 2 blocks of a window
@@ -156,7 +195,7 @@ def test_kv_that_does_not_arrive_is_computed_from_where_the_sequence_is() -> Non
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data(), windows=st.lists(st.sampled_from((0, 0, 2, 5, 13)), min_size=1, max_size=4))
+@given(data=st.data(), windows=st.lists(st.sampled_from((0, 0, 2, 5, 13, -8, -13)), min_size=1, max_size=4))
 def test_a_begun_prompt_never_lacks_a_block_and_nothing_is_left(data: st.DataObject, windows: list[int]) -> None:
     """Prompts that share beginnings, computed by turns in one tight pool, some of them received, as schedulers do."""
     groups = group_layers(tuple(windows))

@@ -1,0 +1,230 @@
+"""One token of gated delta nets on CPUs: convolution, update of the states and gated norm in one pass over the states.
+
+A thread takes a key head of a sequence, with the value heads that share it. A state is read from the block of the token
+before and written into that of its own, which mostly are the same: each number is read once before it is written. With
+a the decay, what a state gives of keys and queries is summed in one pass, so the output needs no second one:
+
+    S' = a S + k u^T,  u = b (v - a S^T k),  S'^T q = a S^T q + (k . q) u.
+
+Reference: model/architectures/delta_net.py.
+"""
+
+import numpy as np
+from numba import carray
+from torch import Tensor
+
+from twostroke.model.architectures.delta_net import NORM_EPS, DeltaWeights
+from twostroke.model.batch import BatchLayout
+from twostroke.model.cpu.kernels.elementwise import grain
+from twostroke.model.cpu.kernels.floats import exponential, store, widen
+from twostroke.model.cpu.kernels.launch import (
+    Kernel,
+    Kernels,
+    as_floats,
+    as_integers,
+    as_short_integers,
+    as_stored,
+    compiled,
+    float_of_bits,
+    taken,
+)
+from twostroke.model.cpu.kernels.program import Launcher
+
+
+@compiled
+def _sigmoid(x):
+    return np.float32(1) / (np.float32(1) + exponential(-x))
+
+
+@compiled
+def _soft_plus(x):
+    return max(x, np.float32(0)) + np.log(np.float32(1) + np.exp(-abs(x)))
+
+
+@compiled
+def _convolve(row, first, conv, before, after, place, is_first, out):
+    """Convolve as many channels as `out` has, from the input's `first` on, and move their last inputs on by one."""
+    taps = conv.shape[1]
+    for i in range(out.shape[0]):
+        new, at = widen(row[first + i]), place + i * (taps - 1)
+        total = conv[first + i, taps - 1] * new
+        for tap in range(taps - 1):
+            old = np.float32(0) if is_first else before[at + tap]
+            total += conv[first + i, tap] * old
+            if tap > 0:
+                after[at + tap - 1] = old
+        after[at + taps - 2] = new
+        out[i] = total * _sigmoid(total)
+
+
+@compiled
+def _to_length(x, length):
+    """Scale a vector to this length."""
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i] * x[i]
+    factor = length / np.sqrt(total + np.float32(NORM_EPS))
+    for i in range(x.shape[0]):
+        x[i] *= factor
+
+
+@compiled
+def _look_up(matrix, k, q, known, through):
+    """Add to `known` what half a state [rows, value] gives of keys, and to `through` what it gives of queries."""
+    for i in range(matrix.shape[0]):
+        for c in range(matrix.shape[1]):
+            known[c] += matrix[i, c] * k[i]
+            through[c] += matrix[i, c] * q[i]
+
+
+@compiled
+def _rewrite(before, after, k, update, decay, is_first):
+    for i in range(after.shape[0]):
+        if is_first:
+            for c in range(after.shape[1]):
+                after[i, c] = k[i] * update[c]
+        else:
+            for c in range(after.shape[1]):
+                after[i, c] = before[i, c] * decay + k[i] * update[c]
+
+
+@Kernels
+def _delta_step(words):
+    """words: inputs, strengths, convolution, decays, their biases, norm, cache, tables, positions, out, columns of
+    inputs, key heads, value heads, key, value, taps, KV heads, bytes of a block's part, tokens of a block, rows of a
+    table, eps; items are key heads of sequences."""
+    items, columns, key_heads, value_heads = words[1], words[13], words[14], words[15]
+    key, value, taps = words[16], words[17], words[18]
+    kv_heads, part_bytes, size, width = words[19], words[20], words[21], words[22]
+    eps = float_of_bits(np.uint32(words[23]))
+    count, each, half = items // key_heads, value_heads // key_heads, key // 2
+    inputs = carray(as_stored(words, words[3]), (count, columns))
+    strengths = carray(as_floats(words[4]), (count, 2 * value_heads))
+    conv = carray(as_floats(words[5]), (2 * key_heads * key + value_heads * value, taps))
+    decays, biases = carray(as_floats(words[6]), (value_heads,)), carray(as_floats(words[7]), (value_heads,))
+    norm = carray(as_floats(words[8]), (value,))
+    tables = carray(as_short_integers(words[10]), (count, width))
+    positions = carray(as_integers(words[11]), (count,))
+    out = carray(as_stored(words, words[12]), (count, value_heads * value))
+    keys_of_part, values_of_part = key_heads // kv_heads, value_heads // kv_heads
+    matrices = values_of_part * half * value
+    numbers = part_bytes // 4
+    q, k, v = np.empty(key, np.float32), np.empty(key, np.float32), np.empty(value, np.float32)
+    known, through = np.empty(value, np.float32), np.empty(value, np.float32)
+    for item in taken(words, items):
+        sequence, head = item // key_heads, item % key_heads
+        part, inside = head // keys_of_part, head % keys_of_part
+        position = positions[sequence]
+        is_first = position == 0
+        source = np.int64(tables[sequence, max(position - 1, 0) // size])
+        target = np.int64(tables[sequence, position // size])
+        before_keys = carray(as_floats(words[9] + (source * 2 * kv_heads + part) * part_bytes), (numbers,))
+        before_values = carray(as_floats(words[9] + ((source * 2 + 1) * kv_heads + part) * part_bytes), (numbers,))
+        after_keys = carray(as_floats(words[9] + (target * 2 * kv_heads + part) * part_bytes), (numbers,))
+        after_values = carray(as_floats(words[9] + ((target * 2 + 1) * kv_heads + part) * part_bytes), (numbers,))
+        row = inputs[sequence]
+        place = matrices + inside * key * (taps - 1)
+        _convolve(row, head * key, conv, before_keys, after_keys, place, is_first, q)
+        place += keys_of_part * key * (taps - 1)
+        _convolve(row, (key_heads + head) * key, conv, before_keys, after_keys, place, is_first, k)
+        _to_length(q, np.float32(1) / np.sqrt(np.float32(key)))
+        _to_length(k, np.float32(1))
+        match = np.float32(0)
+        for i in range(key):
+            match += k[i] * q[i]
+        seen = before_values[matrices + values_of_part * value * (taps - 1)]
+        for index in range(each):
+            own, inside_part = head * each + index, inside * each + index
+            channel = 2 * key_heads * key + own * value
+            place = matrices + inside_part * value * (taps - 1)
+            _convolve(row, channel, conv, before_values, after_values, place, is_first, v)
+            beta = _sigmoid(strengths[sequence, own])
+            decay = np.exp(-decays[own] * _soft_plus(strengths[sequence, value_heads + own] + biases[own]))
+            if not is_first and seen != np.float32(position):
+                decay = np.float32(np.nan)
+            begin, end = inside_part * half * value, (inside_part + 1) * half * value
+            upper, lower = before_keys[begin:end].reshape(half, value), before_values[begin:end].reshape(half, value)
+            known[:] = np.float32(0)
+            through[:] = np.float32(0)
+            if not is_first:
+                _look_up(upper, k[:half], q[:half], known, through)
+                _look_up(lower, k[half:], q[half:], known, through)
+                for c in range(value):
+                    known[c] *= decay
+                    through[c] *= decay
+            total = np.float32(0)
+            for c in range(value):
+                v[c] = (v[c] - known[c]) * beta
+                through[c] += match * v[c]
+                total += through[c] * through[c]
+            _rewrite(upper, after_keys[begin:end].reshape(half, value), k[:half], v, decay, is_first)
+            _rewrite(lower, after_values[begin:end].reshape(half, value), k[half:], v, decay, is_first)
+            factor = np.float32(1) / np.sqrt(total / np.float32(value) + eps)
+            first = own * value
+            gates = columns - value_heads * value + first
+            for c in range(value):
+                gate = widen(row[gates + c])
+                store(out[sequence], first + c, through[c] * factor * norm[c] * gate * _sigmoid(gate))
+
+
+@Kernel
+def _count_token(words):
+    """words: cache, tables, positions, KV heads, bytes of a block's part, tokens of a block, rows of a table, the
+    count's place in a part; items are sequences."""
+    kv_heads, part_bytes, size, width, place = words[6], words[7], words[8], words[9], words[10]
+    tables = carray(as_short_integers(words[4]), (words[1], width))
+    positions = carray(as_integers(words[5]), (words[1],))
+    for sequence in taken(words, words[1]):
+        position = positions[sequence]
+        block = np.int64(tables[sequence, position // size])
+        for part in range(kv_heads):
+            address = words[3] + ((block * 2 + 1) * kv_heads + part) * part_bytes
+            carray(as_floats(address), (part_bytes // 4,))[place] = np.float32(position + 1)
+
+
+def delta_step(
+    launcher: Launcher,
+    inputs: Tensor,
+    strengths: Tensor,
+    weights: DeltaWeights,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+    out: Tensor,
+) -> None:
+    """Compute the step's single tokens, as DeltaNet.decode does."""
+    sizes, count = weights.sizes, layout.num_decodes
+    part_bytes = kv_layer.shape[3] * kv_layer.shape[4] * kv_layer.itemsize
+    tables, size = layout.block_tables, kv_layer.shape[3]
+    heads = sizes.key_heads, sizes.value_heads, sizes.key, sizes.value, sizes.taps, weights.kv_heads
+    launcher.run(
+        _delta_step.of(inputs.dtype),
+        count * sizes.key_heads,
+        1,
+        *(inputs, strengths, weights.conv, weights.decay, weights.decay_bias, weights.norm),
+        *(kv_layer, tables, layout.positions, out),
+        *(inputs.shape[1], *heads, part_bytes, size, tables.shape[1], weights.eps),
+    )
+    place = sizes.numbers_in(1, weights.kv_heads) - 1
+    launcher.run(
+        _count_token,
+        count,
+        16,
+        *(kv_layer, tables, layout.positions, weights.kv_heads, part_bytes, size, tables.shape[1], place),
+    )
+
+
+@Kernels
+def _gate_rows(words):
+    """words: x (becomes the product), gates, columns."""
+    rows, columns = words[1], words[5]
+    x, gates = carray(as_stored(words, words[3]), (rows, columns)), carray(as_stored(words, words[4]), (rows, columns))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(x[row], i, widen(x[row, i]) * _sigmoid(widen(gates[row, i])))
+
+
+def gate_rows(launcher: Launcher, x: Tensor, gates: Tensor) -> Tensor:
+    """Implement Backend.gate_rows; writes into x."""
+    rows, columns = x.shape
+    launcher.run(_gate_rows.of(x.dtype), rows, grain(columns), x, gates, columns)
+    return x

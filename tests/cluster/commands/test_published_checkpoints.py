@@ -1,0 +1,160 @@
+"""`twostroke check` of config.json as published, without weights: each is native, with its model card's figures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twostroke.cluster.cli import main
+
+
+def of_images(name: str, model_type: str, text: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    more: dict[str, Any] = {"architectures": [name], "model_type": model_type, "text_config": text, "vision_config": {}}
+    return more | fields
+
+
+FP8_BY_TENSOR = {
+    **{"activation_scheme": "static", "quant_method": "fp8", "weight_block_size": None, "dequantize": False},
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+}
+YARN = {
+    **{"rope_type": "yarn", "type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "llama_4_scaling_beta": 0.1,
+}
+QWEN2_5_VL_7B = {
+    **{"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vocab_size": 152_064},
+    **{"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_hidden_layers": 28},
+    **{"num_key_value_heads": 4, "max_position_embeddings": 128_000, "max_window_layers": 28, "rms_norm_eps": 1e-06},
+    **{"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "sliding_window": 32_768},
+    **{"use_sliding_window": False, "tie_word_embeddings": False, "vision_config": {"depth": 32}},
+    **{"vision_start_token_id": 151_652, "vision_end_token_id": 151_653, "vision_token_id": 151_654},
+}
+QWEN3_VL_4B = of_images(
+    "Qwen3VLForConditionalGeneration",
+    "qwen3_vl",
+    {
+        **{"model_type": "qwen3_vl_text", "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728},
+        **{"num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "head_dim": 128},
+        **{"max_position_embeddings": 262_144, "rope_theta": 5e6, "tie_word_embeddings": True},
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    tie_word_embeddings=True,
+)
+MISTRAL_SMALL_3_1 = of_images(
+    "Mistral3ForConditionalGeneration",
+    "mistral3",
+    {
+        **{"model_type": "mistral", "vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768},
+        **{"num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "head_dim": 128},
+        **{"max_position_embeddings": 131_072, "rope_theta": 1e9, "rms_norm_eps": 1e-05, "sliding_window": None},
+    },
+    image_token_index=10,
+)
+MINISTRAL_3_8B = of_images(
+    "Mistral3ForConditionalGeneration",
+    "mistral3",
+    {
+        **{"model_type": "ministral3", "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336},
+        **{"num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "head_dim": 128},
+        **{"max_position_embeddings": 262_144, "rms_norm_eps": 1e-05, "sliding_window": None},
+        "rope_parameters": YARN | {"factor": 16.0, "original_max_position_embeddings": 16_384, "rope_theta": 1e6},
+        "tie_word_embeddings": False,
+    },
+    quantization_config=FP8_BY_TENSOR,
+)
+GLM_4_7_FLASH = {
+    **{"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154_880},
+    **{"hidden_size": 2048, "intermediate_size": 10_240, "num_attention_heads": 20, "num_hidden_layers": 47},
+    **{"num_key_value_heads": 20, "max_position_embeddings": 202_752, "rms_norm_eps": 1e-05, "rope_theta": 1e6},
+    **{"moe_intermediate_size": 1536, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True},
+    **{"routed_scaling_factor": 1.8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0},
+    **{"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+}
+MINIMAX_M2 = {
+    **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "vocab_size": 200_064},
+    **{"hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_hidden_layers": 62},
+    **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608, "rope_theta": 5_000_000},
+    **{"rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid"},
+    **{"attn_type_list": [1] * 62, "qk_norm_type": "per_layer", "use_qk_norm": True, "use_routing_bias": True},
+    **{"num_mtp_modules": 3, "shared_intermediate_size": 0, "sliding_window": None, "auto_map": {"AutoConfig": "x"}},
+    "quantization_config": {
+        **{"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]},
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    },
+}
+MISTRAL_SMALL_4 = of_images(
+    "Mistral3ForConditionalGeneration",
+    "mistral3",
+    {
+        **{"model_type": "mistral4", "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288},
+        **{"num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 32, "head_dim": 128},
+        **{"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64},
+        **{"qk_head_dim": 128, "v_head_dim": 128, "max_position_embeddings": 1_048_576, "rope_interleave": True},
+        **{"moe_intermediate_size": 2048, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4},
+        **{"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        "rope_parameters": YARN | {"factor": 128.0, "original_max_position_embeddings": 8192, "rope_theta": 1e4},
+    },
+    quantization_config=FP8_BY_TENSOR,
+)
+KIMI_K2_5 = of_images(
+    "KimiK25ForConditionalGeneration",
+    "kimi_k25",
+    {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "vocab_size": 163_840},
+        **{"hidden_size": 7168, "intermediate_size": 18_432, "num_attention_heads": 64, "num_hidden_layers": 61},
+        **{"num_key_value_heads": 64, "max_position_embeddings": 262_144, "rope_theta": 50_000.0},
+        **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "first_k_dense_replace": 1, "moe_intermediate_size": 2048, "n_routed_experts": 384},
+        **{"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"},
+        **{"topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.827, "moe_layer_freq": 1},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0},
+            **{"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+        "quantization_config": {
+            **{"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "ignore": [
+                "lm_head",
+                "re:.*self_attn.*",
+                "re:.*shared_experts.*",
+                "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+            ],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+                }
+            },
+        },
+    },
+    tie_word_embeddings=False,
+    auto_map={"AutoConfig": "x"},
+)
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "Qwen2.5-VL (text alone)": (QWEN2_5_VL_7B, 7_615_616_512, 7_615_616_512, 56 * 1024),
+    "Qwen3-VL (text alone)": (QWEN3_VL_4B, 4_022_468_096, 4_022_468_096, 144 * 1024),
+    "Mistral (text alone)": (MISTRAL_SMALL_3_1, 23_572_403_200, 23_572_403_200, 160 * 1024),
+    "Ministral 3 (text alone)": (MINISTRAL_3_8B, 8_489_553_920, 8_489_553_920, 136 * 1024),
+    "GLM-4.7-Flash": (GLM_4_7_FLASH, 29_943_393_920, 3_896_766_080, 47 * 576 * 2),
+    "MiniMax-M2": (MINIMAX_M2, 228_689_764_864, 11_030_553_088, 248 * 1024),
+    "Mistral 4 (text alone)": (MISTRAL_SMALL_4, 118_972_826_624, 6_632_588_288, 36 * 320 * 2),
+    "DeepSeek-V3 (text alone)": (KIMI_K2_5, 1_026_408_232_448, 32_861_500_928, 61 * 576 * 2),
+}
+"""config.json by family, with the number of parameters, that of a token's, and bytes of KV a token in bf16."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_published_checkpoint_is_native(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fields, parameters, active, kv_bytes = PUBLISHED[family]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ranks = 1 if parameters < 100e9 else 8
+    arguments = ["--gpu", "h200", "--dtype", "bfloat16", "--tensor-parallel", str(ranks)]
+    code = main(["check", str(tmp_path), "--json", *arguments])
+    told = json.loads(capsys.readouterr().out)
+    assert (code, told["family"], told["way"], told["reason"]) == (0, family, "native", None)
+    assert (told["parameters"], told["active_parameters"]) == (parameters, active)
+    latents = fields.get("text_config", fields).get("kv_lora_rank")
+    assert told["kv_bytes_per_token"] == (kv_bytes if latents else kv_bytes // ranks)
