@@ -70,7 +70,8 @@ class BlockIndex:
         for info in infos:
             size = info.layout.block_size
             if size not in blocks:
-                blocks[size] = self.find(self._names.of(request.token_ids, request.cache_salt, size, sent))
+                find = self.find_last if info.layout.state_numbers else self.find
+                blocks[size] = find(self._names.of(request.token_ids, request.cache_salt, size, sent))
             worker = self._workers.get(info.peer)
             tokens.append(0 if worker is None else blocks[size][worker.column] * size)
         return tokens
@@ -155,6 +156,26 @@ class BlockIndex:
                 able = (held(name, 0) | expected(name, 0) | before(name, 0)) & group
                 groups.append((able, middle, high))
                 groups.append((group ^ able, low, middle - 1))
+        return blocks
+
+    def find_last(self, names: Sequence[ShortName]) -> list[int]:
+        """Return the number of a prompt's first blocks behind the last of which each worker has a state, by its column.
+
+        A prefix is found where a state was left, whatever was left before it. Blocks of such models are so large that a
+        prompt has few, and all of them are looked at.
+        """
+        self._expire()
+        blocks = [0] * self._num_columns
+        left = self._active
+        for count in range(len(names), 0, -1):
+            name = names[count - 1]
+            able = left & (self._held.get(name, 0) | self._expected.get(name, 0) | self._expected_before.get(name, 0))
+            left ^= able
+            for column, bit in enumerate(reversed(f"{able:b}")):
+                if bit == "1":
+                    blocks[column] = count
+            if not left:
+                break
         return blocks
 
     def _known(self, worker: Peer) -> _Worker:

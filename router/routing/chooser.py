@@ -200,7 +200,9 @@ class PathChooser:
             self._cost_probes.worked(path.prefill.peer, new_tokens, self._clock())
         # Only where the prompt is computed: the decode worker has nothing of it until then.
         self._expect(path.prompt_worker, request, sent)
-        return self._view.in_flight.hold(places, lambda: self._expect(path.decode, request, sent))
+        # Of states the last one alone is sent, which is no prefix's.
+        holder = path.prompt_worker if path.decode.layout.state_numbers else path.decode
+        return self._view.in_flight.hold(places, lambda: self._expect(holder, request, sent))
 
     def on_event(self, attempt: AttemptContext, event: AttemptEvent) -> None:
         """Learn how long pulls and answers are, and where the KV of an answer lies."""

@@ -49,6 +49,17 @@ def test_a_gap_is_told_once_and_mended_by_the_next_snapshot_alone(index):
     assert cached_tokens(index, [1, 2, 3], A) == {A: 1}, "what the snapshot does not have is forgotten"
 
 
+def test_where_states_are_left_the_last_one_counts_whatever_was_left_before(index):
+    for worker, names in ((A, [1, 2, 3]), (B, [3]), (C, [2, 5])):
+        index.heard(worker, all_of(*names))
+    index.expect_blocks(C, [4])
+    found = index.find_last([1, 2, 3, 4])
+    assert [found[index._workers[worker].column] for worker in (A, B, C)] == [3, 3, 4]
+    index.keep([A])
+    assert index.find_last([1, 2, 3, 4])[index._workers[A].column] == 3
+    assert sum(index.find_last([4])) == 0
+
+
 def test_a_snapshot_may_come_in_pieces_with_changes_between_them(index):
     index.heard(A, all_of(1, sequence=4, is_last=False))
     index.heard(A, change(5, stored=[9], removed=[1]))
