@@ -30,14 +30,20 @@ def weights_of(config: ModelConfig) -> int:
 @pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
 def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_for_each_row(name: str) -> None:
     config = config_of(name)
-    weights, kv = weights_of(config), 8 * 300 * config.kv_kinds * config.kv_size * config.num_layers
+    weights, kv = weights_of(config), 8 * 300 * config.kv_values
+    layers, matrices, states = config.num_layers, 0, 0
+    if (sizes := config.state) is not None:
+        layers = sum(not config.keeps_state(layer) for layer in range(config.num_layers))
+        matrices = (config.num_layers - layers) * sizes.value_heads * sizes.key * sizes.value
+        inputs = (config.num_layers - layers) * sizes.conv_width * (sizes.taps - 1)
+        states = 8 * 2 * 4 * (matrices + inputs)  # in fp32, read and written
     of_pair = 16 * (512 + 64 + 512) if name == "mla-small" else 2 * config.q_size
     work = decode_work(config, 8, 300, "none")
-    assert work.bytes == 2 * (weights + kv)
-    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * config.num_layers
+    assert work.bytes == 2 * (weights + kv) + states
+    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * layers + 6 * 8 * matrices
     head = config.hidden_size * config.vocab_size
-    assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv
-    assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv
+    assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv + states
+    assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv + states
 
 
 def test_a_decode_step_reads_the_experts_that_its_tokens_are_expected_to_hit() -> None:
