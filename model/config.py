@@ -147,9 +147,12 @@ class DeltaSizes:
         Half of each matrix lies in either. The convolution's inputs are queries and keys in the first, values in the
         second; there the number of tokens that the state has seen is the last.
         """
-        matrices = self.value_heads // kv_heads * (self.key // 2) * self.value
         width = (2 * self.key_width, self.value_width)[kind] // kv_heads
-        return matrices + (self.taps - 1) * width + kind
+        return self.matrix_numbers_in(kv_heads) + (self.taps - 1) * width + kind
+
+    def matrix_numbers_in(self, kv_heads: int) -> int:
+        """Return those of `numbers_in` that are of matrices, which are the first."""
+        return self.value_heads // kv_heads * (self.key // 2) * self.value
 
 
 @dataclass(frozen=True)

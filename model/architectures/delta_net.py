@@ -39,7 +39,6 @@ class DeltaWeights:
     norm: Tensor  # [value]
     eps: float
     sizes: DeltaSizes  # this rank's heads
-    kv_heads: int  # of this rank's cache
 
 
 class DeltaNet:
@@ -62,7 +61,7 @@ class DeltaNet:
         if first < layout.context_lens.numel():
             mixed, gate = torch.split(inputs, [sizes.conv_width, sizes.value_width], dim=1)
             mixed, (beta, decay) = mixed.float(), self._beta_and_decay(strengths)
-            states = _States(kv_layer, sizes, weights.kv_heads)
+            states = _States(kv_layer, sizes)
             starts, ends = layout.query_starts.tolist(), layout.context_lens.tolist()
             for index in range(first, len(ends)):
                 rows, table = slice(starts[index], starts[index + 1]), layout.block_tables[index].long()
@@ -80,7 +79,7 @@ class DeltaNet:
         inputs [T, conv width + value width], strengths [T, 2 value heads], out [T, value width].
         """
         weights, count, sizes = self.weights, layout.num_decodes, self.weights.sizes
-        states = _States(kv_layer, sizes, weights.kv_heads)
+        states = _States(kv_layer, sizes)
         mixed, gate = torch.split(inputs[:count], [sizes.conv_width, sizes.value_width], dim=1)
         beta, decay = self._beta_and_decay(strengths[:count])
         positions, tables, size = layout.positions[:count], layout.block_tables[:count].long(), states.block_size
@@ -147,12 +146,12 @@ class DeltaNet:
 class _States:
     """The states in a tensor of the cache, as fp32 numbers of each block's parts (DeltaSizes.numbers_in)."""
 
-    def __init__(self, kv_layer: Tensor, sizes: DeltaSizes, kv_heads: int):
+    def __init__(self, kv_layer: Tensor, sizes: DeltaSizes):
         self.block_size = kv_layer.shape[3]
         self._parts = kv_layer.view(*kv_layer.shape[:3], -1).view(torch.float32)  # [blocks, 2, kv heads, numbers]
         self._sizes = sizes
-        self._kv_heads = kv_heads
-        self._matrices = sizes.value_heads // kv_heads * (sizes.key // 2) * sizes.value
+        self._kv_heads = kv_layer.shape[2]
+        self._matrices = sizes.matrix_numbers_in(self._kv_heads)
 
     def load(self, blocks: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrices [B, value heads, key, value] and the convolution's last inputs [B, conv width, taps - 1]

@@ -264,7 +264,7 @@ class _DecoderLoader:
                 tensors.rows(prefix, parts.gate, values),
             ]
             strengths = [tensors.rows(prefix, part, value_heads) for part in (parts.beta, parts.decay)]
-        convolved = (keys, of_width(keys, whole.key_width), of_width(values, 2 * whole.key_width))
+        convolved = (keys, shifted(keys, whole.key_width), shifted(values, 2 * whole.key_width))
         conv = torch.cat([tensors.kept(f"{prefix}{parts.conv}", rows, torch.float32)[:, 0] for rows in convolved])
 
         def of_value_heads(name: str) -> Tensor:
@@ -279,7 +279,6 @@ class _DecoderLoader:
             norm=tensors.kept(f"{prefix}{parts.norm}.weight", dtype=torch.float32),
             eps=config.rms_norm_eps,
             sizes=sizes,
-            kv_heads=max(1, config.num_kv_heads // shard.size),
         )
 
     def _by_key_heads(self, prefix: str, part: Projection, heads: slice, widths: Sequence[int]) -> list[_Weight]:
@@ -386,7 +385,7 @@ def of_heads(heads: slice, width: int) -> slice:
     return slice(heads.start * width, heads.stop * width)
 
 
-def of_width(rows: slice, first: int) -> slice:
+def shifted(rows: slice, first: int) -> slice:
     """Return rows that begin behind `first` others."""
     return slice(first + rows.start, first + rows.stop)
 
@@ -403,7 +402,7 @@ def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
 
 def _rows_within(part: Projection, rows: slice) -> slice:
     """Return the rows of a projection within the tensor that it may share with others."""
-    return slice(part.first_row + rows.start, part.first_row + rows.stop)
+    return shifted(rows, part.first_row)
 
 
 def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]]:

@@ -136,7 +136,7 @@ class CpuBackend:
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows; writes into x."""
-        return delta_net.gate_rows(self.launcher, x, gates)
+        return elementwise.gate_rows(self.launcher, x, gates)
 
     def make_latent_attention(
         self, heads: LatentHeads, parts: ContextParts | None = None

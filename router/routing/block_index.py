@@ -147,9 +147,7 @@ class BlockIndex:
         while groups:
             group, low, high = groups.pop()
             if group and low == high:
-                for column, bit in enumerate(reversed(f"{group:b}")):
-                    if bit == "1":
-                        blocks[column] = low
+                _fill(blocks, group, low)
             elif group:
                 middle = (low + high + 1) // 2
                 name = names[middle - 1]
@@ -171,9 +169,7 @@ class BlockIndex:
             name = names[count - 1]
             able = left & (self._held.get(name, 0) | self._expected.get(name, 0) | self._expected_before.get(name, 0))
             left ^= able
-            for column, bit in enumerate(reversed(f"{able:b}")):
-                if bit == "1":
-                    blocks[column] = count
+            _fill(blocks, able, count)
             if not left:
                 break
         return blocks
@@ -255,6 +251,13 @@ class BlockIndex:
         self._expected_before = self._expected if elapsed_s < 2 * self._expected_s else {}
         self._expected = {}
         self._expected_since = self._clock()
+
+
+def _fill(blocks: list[int], bits: int, count: int) -> None:
+    """Set the entries of the columns whose bits are set."""
+    for column, bit in enumerate(reversed(f"{bits:b}")):
+        if bit == "1":
+            blocks[column] = count
 
 
 def _clear(layer: _Layer, name: ShortName, keep: int) -> None:

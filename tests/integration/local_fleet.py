@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from twostroke.cluster.config.sections import ModelSection, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy, decode_role
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.transports.tcp import TcpStream
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy, prefill_role
 from twostroke.protocol.clock import draw_epoch
@@ -138,6 +141,24 @@ class Served:
             # Workers tell nobody when they become idle: that would be an event without a reader.
             while any(w.stats().owned_blocks or w.stats().num_running for w in self.fleet.by_peer.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+def flip_a_bit(monkeypatch: pytest.MonkeyPatch, is_meant: Callable[[TcpStream], bool] = lambda _: True) -> list[int]:
+    """Have the first piece that a TCP link which `is_meant` reads arrive with a wrong bit.
+
+    Return a list that then has the piece's bytes.
+    """
+    read, flipped = TcpStream._read, list[int]()
+
+    def read_and_flip(stream: TcpStream, views: Sequence[memoryview]) -> int:
+        num_bytes = read(stream, views)
+        if not flipped and is_meant(stream):
+            flipped.append(views[0].nbytes)
+            views[0].cast("B")[views[0].nbytes // 2] ^= 1
+        return num_bytes
+
+    monkeypatch.setattr(TcpStream, "_read", read_and_flip)
+    return flipped
 
 
 @contextlib.asynccontextmanager

@@ -4,14 +4,13 @@ token changes by it, whatever happens on the way. All ranks but each worker's fi
 
 import asyncio
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.integration.local_fleet import GREEDY, Served, Shape, flip_a_bit, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.kvtransfer.transports.host_units import HostWire
 from twostroke.kvtransfer.transports.tcp import TcpStream
@@ -149,22 +148,15 @@ async def test_a_flipped_bit_of_a_stages_kv_is_found_by_its_digest(
 ) -> None:
     folder, expected = case
     of_stage: set[int] = set()  # sockets over which the last stage's layers come
-    make, read, flipped = TcpStream.__init__, TcpStream._read, list[int]()
+    make = TcpStream.__init__
 
     def note(stream: TcpStream, connected: Any, wire: HostWire) -> None:
         make(stream, connected, wire)
         if wire._cut.layers.start > 0:
             of_stage.add(id(stream))
 
-    def read_and_flip(stream: TcpStream, views: Sequence[memoryview]) -> int:
-        num_bytes = read(stream, views)
-        if not flipped and id(stream) in of_stage:
-            flipped.append(views[0].nbytes)
-            views[0].cast("B")[views[0].nbytes // 2] ^= 1
-        return num_bytes
-
     monkeypatch.setattr(TcpStream, "__init__", note)
-    monkeypatch.setattr(TcpStream, "_read", read_and_flip)
+    flipped = flip_a_bit(monkeypatch, lambda stream: id(stream) in of_stage)
     async with serve(folder, TO_ONE_RANK) as served:
         assert await answers(served) == expected
         await served.idle()

@@ -1,17 +1,15 @@
 """States of gated delta nets are sent, shared as prefixes, swapped out and damaged, and no token changes by it."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.integration.local_fleet import GREEDY, Served, Shape, flip_a_bit, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.transports.tcp import TcpStream
 from twostroke.protocol.errors import ConfigError
 
 NEW_TOKENS = 70
@@ -94,16 +92,7 @@ async def test_states_are_not_encoded(folder: Path) -> None:
 async def test_a_flipped_bit_of_a_state_is_found_by_its_digest(
     way: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, flipped = TcpStream._read, []
-
-    def read_and_flip(stream: TcpStream, views: Sequence[memoryview]) -> int:
-        num_bytes = read(stream, views)
-        if not flipped:
-            flipped.append(views[0].nbytes)
-            views[0].cast("B")[views[0].nbytes // 2] ^= 1
-        return num_bytes
-
-    monkeypatch.setattr(TcpStream, "_read", read_and_flip)
+    flipped = flip_a_bit(monkeypatch)
     async with serve(folder, WAYS[way]) as served:
         assert await answers(served) == expected
         await served.idle()

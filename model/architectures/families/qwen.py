@@ -58,11 +58,8 @@ def read_qwen2_moe_config(fields: ConfigFields) -> ModelConfig:
     first = fields.count("max_window_layers", default=28)
     windows = Windows(4096, are_switched=True, has_one=lambda layer: layer < first and layer % 2 == 0)
     config = read_decoder(fields, spec, Defaults(max_position=32_768, windows=windows))
-    experts = _experts(fields, experts=60, top_k=4, size=1408)
-    gate, up, down = (Projection(f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down"))
-    shared = MlpSpec(gate, up, down, fields.integer("shared_expert_intermediate_size", default=5632))
-    experts = replace(experts, shared=shared, shared_gate=Projection("mlp.shared_expert_gate"))
-    return with_experts(config, experts, _dense_layers(fields, config.num_layers))
+    experts = with_shared_expert(fields, _experts(fields, experts=60, top_k=4, size=1408), size=5632)
+    return with_experts(config, experts, dense_layers(fields, config.num_layers))
 
 
 def read_qwen3_moe_config(fields: ConfigFields) -> ModelConfig:
@@ -71,7 +68,7 @@ def read_qwen3_moe_config(fields: ConfigFields) -> ModelConfig:
     spec = decoder_spec("Qwen3-MoE", qkv_bias=bias, output_bias=bias, has_head_norms=True)
     config = read_decoder(fields, spec, Defaults(max_position=32_768, windows=Windows(4096, are_switched=True)))
     experts = _experts(fields, experts=128, top_k=8, size=768)
-    return with_experts(config, experts, _dense_layers(fields, config.num_layers))
+    return with_experts(config, experts, dense_layers(fields, config.num_layers))
 
 
 def _experts(fields: ConfigFields, *, experts: int, top_k: int, size: int) -> ExpertsSpec:
@@ -81,7 +78,15 @@ def _experts(fields: ConfigFields, *, experts: int, top_k: int, size: int) -> Ex
     return experts_spec(routing, fields.integer("moe_intermediate_size", default=size))
 
 
-def _dense_layers(fields: ConfigFields, num_layers: int) -> set[int]:
+def with_shared_expert(fields: ConfigFields, experts: ExpertsSpec, size: int) -> ExpertsSpec:
+    """Return the experts with one more that all tokens take, by a gate; `size` is its default."""
+    gate, up, down = (Projection(f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down"))
+    shared = MlpSpec(gate, up, down, fields.integer("shared_expert_intermediate_size", default=size))
+    return replace(experts, shared=shared, shared_gate=Projection("mlp.shared_expert_gate"))
+
+
+def dense_layers(fields: ConfigFields, num_layers: int) -> set[int]:
+    """Return the layers that have an MLP where the others have experts."""
     step = fields.integer("decoder_sparse_step", default=1)
     return {layer for layer in range(num_layers) if (layer + 1) % step} | set(fields.counts("mlp_only_layers"))
 

@@ -16,7 +16,8 @@ from twostroke.model.architectures.families.family import (
     read_routing,
     with_experts,
 )
-from twostroke.model.config import DeltaSizes, DeltaSpec, MlpSpec, ModelConfig, Projection
+from twostroke.model.architectures.families.qwen import dense_layers, with_shared_expert
+from twostroke.model.config import DeltaSizes, DeltaSpec, ModelConfig, Projection
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 _DELTA = DeltaSpec(
@@ -50,7 +51,7 @@ def _read(fields: ConfigFields, family: str, delta: DeltaSpec) -> ModelConfig:
     layer = replace(spec.layer, gates_output=True, delta=delta)
     return replace(
         config,
-        spec=replace(config.spec, layer=layer),
+        spec=replace(config.spec, layer=layer, ignored=("mtp.",)),
         windows=_state_windows(fields, config.num_layers),
         state=_read_sizes(fields, config.num_kv_heads),
     )
@@ -91,26 +92,19 @@ def _read_sizes(fields: ConfigFields, num_kv_heads: int) -> DeltaSizes:
 def read_qwen3_next_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     config = _read(fields, "Qwen3-Next", _DELTA_OF_NEXT)
-    step = fields.integer("decoder_sparse_step", default=1)
-    dense = {layer for layer in range(config.num_layers) if (layer + 1) % step}
-    spec = replace(config.spec, ignored=("mtp.",))
-    return _with_experts(fields, replace(config, spec=spec), dense | set(fields.counts("mlp_only_layers")), 512)
+    return _with_experts(fields, config, dense_layers(fields, config.num_layers), 512)
 
 
 def _with_experts(fields: ConfigFields, config: ModelConfig, dense: set[int], number: int) -> ModelConfig:
     normalises = fields.boolean("norm_topk_prob", default=True)
     routing = read_routing(fields, "num_experts", experts=number, top_k=10, normalises=normalises)
     experts = experts_spec(routing, fields.integer("moe_intermediate_size", default=512))
-    gate, up, down = (Projection(f"mlp.shared_expert.{name}_proj") for name in ("gate", "up", "down"))
-    shared = MlpSpec(gate, up, down, fields.integer("shared_expert_intermediate_size", default=512))
-    experts = replace(experts, shared=shared, shared_gate=Projection("mlp.shared_expert_gate"))
-    return with_experts(config, experts, dense)
+    return with_experts(config, with_shared_expert(fields, experts, size=512), dense)
 
 
 def read_qwen35_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
-    config = _read(fields, "Qwen3.5", _DELTA)
-    return replace(config, spec=replace(config.spec, ignored=("mtp.",)))
+    return _read(fields, "Qwen3.5", _DELTA)
 
 
 def read_qwen35_moe_config(fields: ConfigFields) -> ModelConfig:
@@ -118,7 +112,6 @@ def read_qwen35_moe_config(fields: ConfigFields) -> ModelConfig:
     experts = fields.integer("shared_expert_intermediate_size", default=512)
     config = _read(fields.over({"intermediate_size": experts}), "Qwen3.5-MoE", _DELTA)
     fields.is_set("norm_topk_prob")  # whatever it says, transformers normalises
-    config = replace(config, spec=replace(config.spec, ignored=("mtp.",)))
     return _with_experts(fields.over({"norm_topk_prob": True, "num_experts_per_tok": 8}), config, set(), 256)
 
 

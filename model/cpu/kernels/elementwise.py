@@ -14,7 +14,7 @@ from torch import Tensor
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
-from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, store, widen
+from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, sigmoid, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
@@ -265,6 +265,16 @@ def _gate(words):
             _gate_by_silu(gate_up[row, 0], gate_up[row, 1], out[row])
 
 
+@Kernels
+def _gate_rows(words):
+    """words: x (becomes the product), gates, columns."""
+    rows, columns = words[1], words[5]
+    x, gates = carray(as_stored(words, words[3]), (rows, columns)), carray(as_stored(words, words[4]), (rows, columns))
+    for row in taken(words, rows):
+        for i in range(columns):
+            store(x[row], i, widen(x[row, i]) * sigmoid(widen(gates[row, i])))
+
+
 def rms_norm(launcher: Launcher, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x contiguous [T, hidden], weight fp32 [hidden] -> x's shape and dtype."""
     rows, hidden = x.shape
@@ -400,6 +410,13 @@ def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     number = ACTIVATIONS.index(activation)
     launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, number)
     return out
+
+
+def gate_rows(launcher: Launcher, x: Tensor, gates: Tensor) -> Tensor:
+    """Implement Backend.gate_rows; writes into x."""
+    rows, columns = x.shape
+    launcher.run(_gate_rows.of(x.dtype), rows, grain(columns), x, gates, columns)
+    return x
 
 
 def grain(row_elements: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twostroke.model.backend import Chosen
 from twostroke.model.config import Routing
-from twostroke.model.cpu.kernels.floats import exponential, store, widen
+from twostroke.model.cpu.kernels.floats import exponential, sigmoid, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
@@ -75,7 +75,7 @@ def _route(words):
     for row in taken(words, rows):
         if by_sigmoid:
             for i in range(count):
-                scores[i] = np.float32(1) / (np.float32(1) + exponential(-logits[row, i]))
+                scores[i] = sigmoid(logits[row, i])
         else:
             highest, total = logits[row, 0], np.float32(0)
             for i in range(count):
@@ -249,7 +249,7 @@ def _gate_by_sigmoid(words):
         highest = logits[row, 0]
         for i in range(1, words[6]):
             highest = max(highest, logits[row, i])
-        factor = np.float32(1) / (np.float32(1) + exponential(-highest))
+        factor = sigmoid(highest)
         for i in range(columns):
             store(x[row], i, widen(x[row, i]) * factor)
 

@@ -140,6 +140,12 @@ def exponential(x):
     return value * float_of_bits(np.uint32(np.int32(whole) + np.int32(127)) << np.uint32(23))
 
 
+@compiled
+def sigmoid(x):
+    """1 / (1 + e^-x) in fp32, without a call."""
+    return np.float32(1) / (np.float32(1) + exponential(-x))
+
+
 @njit(nogil=True, fastmath={"contract"}, error_model="numpy", forceinline=True)
 def hyperbolic_tangent(x):
     """tanh x in fp32 to 3 ulp, without a call: small arguments by Cephes' polynomial, others by e^2x."""

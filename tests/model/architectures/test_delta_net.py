@@ -78,7 +78,6 @@ def random_weights() -> DeltaWeights:
         norm=draw(SIZES.value),
         eps=1e-6,
         sizes=SIZES,
-        kv_heads=KV_HEADS,
     )
 
 

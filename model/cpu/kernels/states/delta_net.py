@@ -15,8 +15,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.delta_net import NORM_EPS, DeltaWeights
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cpu.kernels.elementwise import grain
-from twostroke.model.cpu.kernels.floats import exponential, store, widen
+from twostroke.model.cpu.kernels.floats import sigmoid, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
@@ -29,11 +28,6 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
-
-
-@compiled
-def _sigmoid(x):
-    return np.float32(1) / (np.float32(1) + exponential(-x))
 
 
 @compiled
@@ -54,7 +48,7 @@ def _convolve(row, first, conv, before, after, place, is_first, out):
             if tap > 0:
                 after[at + tap - 1] = old
         after[at + taps - 2] = new
-        out[i] = total * _sigmoid(total)
+        out[i] = total * sigmoid(total)
 
 
 @compiled
@@ -138,7 +132,7 @@ def _delta_step(words):
             channel = 2 * key_heads * key + own * value
             place = matrices + inside_part * value * (taps - 1)
             _convolve(row, channel, conv, before_values, after_values, place, is_first, v)
-            beta = _sigmoid(strengths[sequence, own])
+            beta = sigmoid(strengths[sequence, own])
             decay = np.exp(-decays[own] * _soft_plus(strengths[sequence, value_heads + own] + biases[own]))
             if not is_first and seen != np.float32(position):
                 decay = np.float32(np.nan)
@@ -164,7 +158,7 @@ def _delta_step(words):
             gates = columns - value_heads * value + first
             for c in range(value):
                 gate = widen(row[gates + c])
-                store(out[sequence], first + c, through[c] * factor * norm[c] * gate * _sigmoid(gate))
+                store(out[sequence], first + c, through[c] * factor * norm[c] * gate * sigmoid(gate))
 
 
 @Kernel
@@ -193,9 +187,9 @@ def delta_step(
 ) -> None:
     """Compute the step's single tokens, as DeltaNet.decode does."""
     sizes, count = weights.sizes, layout.num_decodes
-    part_bytes = kv_layer.shape[3] * kv_layer.shape[4] * kv_layer.itemsize
-    tables, size = layout.block_tables, kv_layer.shape[3]
-    heads = sizes.key_heads, sizes.value_heads, sizes.key, sizes.value, sizes.taps, weights.kv_heads
+    _, _, kv_heads, size, dim = kv_layer.shape
+    part_bytes, tables = size * dim * kv_layer.itemsize, layout.block_tables
+    heads = sizes.key_heads, sizes.value_heads, sizes.key, sizes.value, sizes.taps, kv_heads
     launcher.run(
         _delta_step.of(inputs.dtype),
         count * sizes.key_heads,
@@ -204,27 +198,10 @@ def delta_step(
         *(kv_layer, tables, layout.positions, out),
         *(inputs.shape[1], *heads, part_bytes, size, tables.shape[1], weights.eps),
     )
-    place = sizes.numbers_in(1, weights.kv_heads) - 1
+    place = sizes.numbers_in(1, kv_heads) - 1
     launcher.run(
         _count_token,
         count,
         16,
-        *(kv_layer, tables, layout.positions, weights.kv_heads, part_bytes, size, tables.shape[1], place),
+        *(kv_layer, tables, layout.positions, kv_heads, part_bytes, size, tables.shape[1], place),
     )
-
-
-@Kernels
-def _gate_rows(words):
-    """words: x (becomes the product), gates, columns."""
-    rows, columns = words[1], words[5]
-    x, gates = carray(as_stored(words, words[3]), (rows, columns)), carray(as_stored(words, words[4]), (rows, columns))
-    for row in taken(words, rows):
-        for i in range(columns):
-            store(x[row], i, widen(x[row, i]) * _sigmoid(widen(gates[row, i])))
-
-
-def gate_rows(launcher: Launcher, x: Tensor, gates: Tensor) -> Tensor:
-    """Implement Backend.gate_rows; writes into x."""
-    rows, columns = x.shape
-    launcher.run(_gate_rows.of(x.dtype), rows, grain(columns), x, gates, columns)
-    return x
