@@ -53,6 +53,7 @@ class HeadNorms:
     q: Tensor  # fp32 [D], in the order of `rope.head_order`
     k: Tensor  # fp32 [D]
     eps: float
+    v: Tensor | None = None  # fp32 [D]: of its values, too
 
 
 @dataclass(frozen=True)
@@ -240,12 +241,13 @@ class Backend(Protocol):
         kv_scales: KVScales = AS_THEY_ARE,
         query_scales: Tensor | None = None,
     ) -> Tensor:
-        """Normalise Q and K where there are norms, rotate them, and write K and V into the cache; may write into qkv.
+        """Normalise Q, K and V where there are norms, rotate Q and K, and write K and V into the cache; may write into
+        qkv.
 
         qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin; rotation in the
         half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
         float8_e4m3fn, is written at `layout.slots`: in FP8 as `reference.to_fp8` rounds, straight from fp32. Returns
-        the rotated Q, [T, H, D], multiplied by `query_scales`, fp32 [max_position], of its positions.
+        the rotated Q, [T, H, D], multiplied by `query_scales`, fp32 [max_position], of its positions. G may be 0.
         """
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
@@ -283,9 +285,15 @@ class Backend(Protocol):
     ) -> Experts:
         """Pack all experts of a layer as `make_linear` does one weight."""
 
-    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+    def gate_columns(self, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+        """Return activation(gates) * x[:, first : first + N], [T, N], of gates [T, N] and x [T, columns]."""
+
+    def route(
+        self, logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None
+    ) -> Chosen:
         """The experts for a router's logits, fp32 [T, experts]. `correction` fp32 [experts] is added to the scores by
-        which they are chosen. Whatever the logits are, NaN too, those chosen are experts."""
+        which they are chosen, and their weights are multiplied by `scales` fp32 [experts]. Whatever the logits are, NaN
+        too, those chosen are experts."""
 
     def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, hidden] times the sigmoid of each row's highest logit, fp32 [T, N]; may be written into x."""

@@ -4,6 +4,7 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
@@ -50,7 +51,7 @@ GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
 PrefillKernel = Literal["plain", "fa3"]
 """Kernel of prefill attention on GPUs: `plain` is ours, `fa3` FlashAttention-3."""
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     factors: tuple[float, ...] = ()  # longrope: of each frequency
-    rotated: int = 0  # dimensions of a head, the first; 0: all
+    rotated: int = 0  # dimensions of a head, the first; 0: all. proportional: half of them lie in either half of a head
     interleaves: bool = False  # neighbours are a pair, not dimensions half of the rotated ones apart
 
 
@@ -82,6 +83,19 @@ class QueryScale:
     tokens: int
     factor: float
     shift: int = 0
+
+
+@dataclass(frozen=True)
+class KVHeads:
+    """The heads of a layer's keys and values."""
+
+    number: int
+    dim: int  # of each, and of queries
+
+    @property
+    def width(self) -> int:
+        """Width of the keys (or the values) of one token."""
+        return self.number * self.dim
 
 
 @dataclass(frozen=True)
@@ -212,6 +226,16 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class ExpertNorms:
+    """Norms around experts that stand beside an MLP with norms of its own, by their names within a layer."""
+
+    router: str  # the tensor [hidden] that weighs the router's input, normalised and divided by sqrt(hidden)
+    input: str  # of the experts, which as the router's is the residual
+    output: str  # of the experts
+    beside: str  # of the MLP's output
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """A routed feed-forward block: gated MLPs of which each token takes some (Shazeer et al. 2017)."""
 
@@ -228,6 +252,8 @@ class ExpertsSpec:
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside
     shared_gate: Projection | None = None  # whose sigmoid the shared one's result is multiplied by
+    scales: str | None = None  # the tensor [experts] that the chosen ones' weights are multiplied by
+    norms: ExpertNorms | None = None  # None: experts take what the MLP beside takes, and results are summed
 
 
 @dataclass(frozen=True)
@@ -259,8 +285,26 @@ class LayerSpec:
     latent: LatentSpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
     gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
+    normalises_values: bool = False  # a norm without weights of each head's values
+    output_scale: str | None = None  # the tensor [1] that the residual is multiplied by behind the layer
     delta: DeltaSpec | None = None  # instead of attention, in `ModelShape.state_layers`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
+
+
+@dataclass(frozen=True)
+class LayerEmbeddingSpec:
+    """Embeddings of a token for each layer (Gemma 3n and 4's "per-layer embeddings"), each of `size` numbers.
+
+    A layer adds to its result what a gated projection makes of its token's: norm(output(act(gate(x)) * embedding)).
+    """
+
+    size: int
+    table: str  # [vocabulary, layers * size]
+    projection: Projection  # of the embedded token, hidden -> layers * size, which is added to the table's rows
+    projection_norm: str  # of each layer's part of it
+    gate: Projection  # within a layer, as what follows
+    output: Projection
+    norm: str
 
 
 TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
@@ -280,6 +324,7 @@ class DecoderSpec:
     lm_head: str  # where embeddings are not tied
     norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
+    layer_embedding: LayerEmbeddingSpec | None = None
     is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
 
     def names_in_files(self, module: str) -> tuple[str, ...]:
@@ -305,6 +350,10 @@ class ModelShape:
     windows: tuple[int, ...] = ()
     latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
     state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
+    # Of each layer, where they differ: `num_kv_heads` and `head_dim` are then the cache's, which have the narrowest
+    # layer's width, and other widths are multiples. Layers with the same window are alike.
+    layer_heads: tuple[KVHeads, ...] = ()
+    kv_owners: tuple[int, ...] = ()  # of each layer, whose keys and values it attends to; (): its own
 
     def keeps_state(self, layer: int) -> bool:
         """Return True if the layer keeps a state instead of keys and values."""
@@ -317,7 +366,9 @@ class ModelShape:
         return 0 if state is None else max(state.numbers_in(kind, self.num_kv_heads) for kind in (0, 1))
 
     def fitting_block_size(self, wanted: int, itemsize: int) -> int:
-        """Return the tokens of a block of numbers of `itemsize` bytes: `wanted`, or as many as a state needs."""
+        """Return the tokens of a row of blocks of numbers of `itemsize` bytes: `wanted` for the widest layers' blocks,
+        or as many as a state needs."""
+        wanted *= max(self.num_parts(layer) for layer, _ in self.kv_layers)
         least = least_block_tokens(self.state_numbers, self.head_dim, itemsize)
         return wanted if least <= wanted else -(-least // STATE_BLOCK_STEP) * STATE_BLOCK_STEP
 
@@ -330,14 +381,48 @@ class ModelShape:
         """Return what a layer attends to, as kv_layout.first_seen takes it; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    def heads(self, layer: int) -> KVHeads:
+        """Return the heads of a layer's keys and values."""
+        return self.layer_heads[layer] if self.layer_heads else KVHeads(self.num_kv_heads, self.head_dim)
+
+    def num_parts(self, layer: int) -> int:
+        """Return how many blocks of the cache a row of this layer's tokens takes."""
+        return self.heads(layer).width // self.kv_size
+
+    def kv_owner(self, layer: int) -> int:
+        """Return the layer whose keys and values this one attends to."""
+        return self.kv_owners[layer] if self.kv_owners else layer
+
+    def kv_layers_of(self, layers: range) -> tuple[tuple[int, int], ...]:
+        """Return the KV layers (protocol/kv_layout.py) of some layers, in order: the layer and the part of each."""
+        own = (layer for layer in layers if self.kv_owner(layer) == layer)
+        return tuple((layer, part) for layer in own for part in range(self.num_parts(layer)))
+
+    @cached_property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """Return `kv_layers_of` all layers."""
+        return self.kv_layers_of(range(self.num_layers))
+
+    @property
+    def kv_windows(self) -> tuple[int, ...]:
+        """Return KVLayout.windows."""
+        return tuple(self.windows[layer] for layer, _ in self.kv_layers) if self.windows else ()
+
+    @property
+    def kv_parts(self) -> tuple[int, ...]:
+        """Return KVLayout.parts."""
+        parts = tuple(part for _, part in self.kv_layers)
+        return parts if any(parts) else ()
+
     @property
     def kv_groups(self) -> KVGroups:
-        """Groups of layers that share block tables."""
+        """Groups of KV layers that share block tables."""
         return self.groups_of(range(self.num_layers))
 
     def groups_of(self, layers: range) -> KVGroups:
         """Return `kv_groups` of some layers, the first of which counts as 0. As `KVLayout.groups_of`."""
-        return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
+        found = self.kv_layers_of(layers)
+        return group_layers(tuple(self.window(layer) for layer, _ in found), tuple(part for _, part in found))
 
     @property
     def expert_share(self) -> float:
@@ -360,18 +445,26 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """Width of the queries of one token, as they meet the cache's rows."""
-        return self.num_heads * self.head_dim
+        """Width of the queries of one token, as they meet the cache's rows, in the widest layer."""
+        return (
+            max(self.query_width(layer) for layer in range(self.num_layers))
+            if self.layer_heads
+            else (self.num_heads * self.head_dim)
+        )
+
+    def query_width(self, layer: int) -> int:
+        """Return the width of the queries of one token in this layer."""
+        return self.num_heads * self.heads(layer).dim
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys (or the values) of one token."""
+        """Width of the keys (or the values) of one token, in the narrowest layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def kv_values(self) -> int:
         """Numbers that the caches of all layers hold of one token, states aside."""
-        layers = sum(not self.keeps_state(layer) for layer in range(self.num_layers))
+        layers = sum(not self.keeps_state(layer) for layer, _ in self.kv_layers)
         return self.kv_kinds * layers * self.kv_size
 
 
@@ -397,6 +490,8 @@ class ModelConfig(ModelShape):
     logits_cap: float = 0.0  # as `soft_cap`, of logits
     stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
     dense_layers: frozenset[int] = frozenset()  # that have an MLP where the others have experts
+    wide_layers: frozenset[int] = frozenset()  # whose MLP has twice as many features
+    keys_as_values: frozenset[int] = frozenset()  # layers whose values are made by the keys' projection
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """None: this layer has no experts."""
@@ -414,7 +509,17 @@ class ModelConfig(ModelShape):
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
-        return MlpSpec(spec.gate, spec.up, spec.down, self.intermediate_size) if experts is None else experts.shared
+        size = self.intermediate_size * (2 if layer in self.wide_layers else 1)
+        return MlpSpec(spec.gate, spec.up, spec.down, size) if experts is None else experts.shared
+
+    def rotary_dim_of(self, layer: int) -> int:
+        """Return `rotary_dim` of one layer."""
+        return self.heads(layer).dim if self.latent is None else self.latent.rotary
+
+    def value_projection(self, layer: int) -> Projection:
+        """Return what a layer's values are made by."""
+        parts = self.spec.layer
+        return parts.k if layer in self.keys_as_values else parts.v
 
     @property
     def rotary_dim(self) -> int:

@@ -124,6 +124,7 @@ def rope_and_write_kv(
     q, k, v = qkv.view(-1, heads + 2 * groups, dim).tensor_split((heads, heads + groups), dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+        v = v if norms.v is None else rms_norm(v, norms.v, norms.eps)
     kept = slots >= 0
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
     turned = _turned(k, positions, cos_sin)
@@ -256,7 +257,12 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return (active * up).to(gate_up.dtype)
 
 
-def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+def gate_columns(gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+    """Implement Backend.gate_columns."""
+    return gate(torch.cat((gates, x[:, first : first + gates.shape[1]]), dim=1), activation)
+
+
+def route(logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None) -> Chosen:
     """The experts for logits fp32 [T, experts]: by groups as DeepSeek-AI 2024 (V2: 2.2.2; V3: 2.1.2)."""
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(1)
     choosing = scores if correction is None else scores + correction
@@ -269,7 +275,8 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
     weights = scores.gather(1, experts)
     if routing.normalises:
         weights = weights / weights.sum(1, keepdim=True)
-    return Chosen(experts.int(), weights * routing.scale)
+    weights = weights * routing.scale
+    return Chosen(experts.int(), weights if scales is None else weights * scales[experts])
 
 
 def _first_best(scores: Tensor, count: int) -> Tensor:

@@ -134,16 +134,17 @@ def make_kv_cache(
     layout = KVLayout(
         model_digest,
         name,
-        config.num_layers,
+        len(config.kv_layers),
         config.num_kv_heads,
         config.head_dim,
         block_size,
         tp_size=parallel.tensor_ranks,
-        windows=config.windows,
+        windows=config.kv_windows,
         kinds=config.kv_kinds,
         pp_size=parallel.stages,
         context_ranks=parallel.context_ranks,
         state_numbers=config.state_numbers,
+        parts=config.kv_parts,
     )
     num_tensors = layout.groups_of(rank).num_tensors
     shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)

@@ -49,6 +49,11 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
     if not config.tie_word_embeddings:
         yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
     yield f"{spec.final_norm}.weight", (hidden,)
+    if (embedding := spec.layer_embedding) is not None:
+        width = config.num_layers * embedding.size
+        yield f"{embedding.table}.weight", (config.vocab_size, width)
+        yield f"{embedding.projection.name}.weight", (width, hidden)
+        yield f"{embedding.projection_norm}.weight", (embedding.size,)
     for index in range(config.num_layers):
         shapes = _attention_shapes(config, index)
         if (mlp := config.mlp_of(index)) is not None:
@@ -56,7 +61,7 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             shapes |= _shapes_of(parts)
         if (experts := config.experts_of(index)) is not None:
             shapes |= _shapes_of_experts(experts, hidden)
-        for name, shape in shapes.items():
+        for name, shape in (shapes | _layer_embedding_shapes(config)).items():
             yield f"{spec.layers}.{index}.{name}", shape
 
 
@@ -66,9 +71,10 @@ def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, .
     of_layer = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
     if config.keeps_state(index):
         return {f"{norm}.weight": (hidden,) for norm in of_layer if norm is not None} | _delta_shapes(config)
+    owns_kv = config.kv_owner(index) == index
     norms = (
         *((norm, hidden) for norm in of_layer),
-        *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
+        *((norm, config.heads(index).dim) for norm in (layer.q_norm, layer.k_norm if owns_kv else None)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
         *_latent_norms(config),
@@ -76,7 +82,18 @@ def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, .
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
     if layer.sinks is not None:
         shapes[layer.sinks] = (config.num_heads,)
-    return shapes | _shapes_of(_attention_projections(config))
+    if layer.output_scale is not None:
+        shapes[layer.output_scale] = (1,)
+    return shapes | _shapes_of(_attention_projections(config, index))
+
+
+def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a layer makes of its tokens' embeddings for it."""
+    parts, hidden = config.spec.layer_embedding, config.hidden_size
+    if parts is None:
+        return {}
+    shapes = _shapes_of([(parts.gate, parts.size, hidden), (parts.output, hidden, parts.size)])
+    return shapes | {f"{parts.norm}.weight": (hidden,)}
 
 
 def _delta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -122,6 +139,12 @@ def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, .
         shapes[spec.correction] = (count,)
     if spec.shared_gate is not None:
         shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
+    if spec.scales is not None:
+        shapes[spec.scales] = (count,)
+    if (norms := spec.norms) is not None:
+        shapes |= {norms.router: (hidden,)} | {
+            f"{name}.weight": (hidden,) for name in (norms.input, norms.output, norms.beside)
+        }
     return shapes | shapes_of_each_expert(spec, hidden)
 
 
@@ -147,15 +170,16 @@ def of_expert(part: Projection, expert: int) -> Projection:
     return replace(part, name=part.name.replace("*", str(expert)))
 
 
-def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
-    """The attention's projections, with rows and columns."""
+def _attention_projections(config: ModelConfig, index: int) -> tuple[tuple[Projection, int, int], ...]:
+    """Return the projections of a layer's attention, with rows and columns."""
     layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
     if sizes is None or layer.latent is None:
+        queries, width = config.query_width(index), config.heads(index).width
+        kept = (layer.k, config.value_projection(index)) if config.kv_owner(index) == index else ()
         return (
-            (layer.q, config.q_size * (2 if layer.gates_output else 1), hidden),
-            (layer.k, config.kv_size, hidden),
-            (layer.v, config.kv_size, hidden),
-            (layer.output, hidden, config.q_size),
+            (layer.q, queries * (2 if layer.gates_output else 1), hidden),
+            *((part, width, hidden) for part in kept),
+            (layer.output, hidden, queries),
         )
     heads, down = config.num_heads, layer.latent.query_down
     return (
@@ -344,6 +368,8 @@ def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
+    elif size > config.num_kv_heads and len({heads.number for heads in config.layer_heads}) > 1:
+        fault = f"its {config.num_kv_heads} KV heads, of which layers have different numbers"
     elif config.state is not None and (size > config.num_kv_heads or config.state.key_heads % size):
         fault = f"its state's {config.state.key_heads} key heads, of which each KV head's are on one rank"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
@@ -379,6 +405,8 @@ def check_stages(config: ModelShape, count: int) -> None:
         raise ConfigError(
             f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
         )
+    if count > 1 and any(config.kv_owner(layer) != layer for layer in range(config.num_layers)):
+        raise ConfigError("pipeline_parallel: the model's layers share keys and values, so stages can't: leave it out")
     fitting = [number for number in range(1, count + 1) if _have_the_windows(config, number)]
     if fitting[-1] != count:
         raise ConfigError(
@@ -388,10 +416,15 @@ def check_stages(config: ModelShape, count: int) -> None:
 
 
 def _have_the_windows(config: ModelShape, count: int) -> bool:
-    """Return True if each stage has the groups of layers that the model has: stages share each request's block
-    table."""
-    stages = (stage_layers(config.num_layers, count, stage) for stage in range(count))
-    return all(config.groups_of(layers).windows == config.kv_groups.windows for layers in stages)
+    """Return True if each stage has the groups of layers that the model has, and its part of the KV layers: stages
+    share each request's block table."""
+    for stage in range(count):
+        layers, of_kv = (stage_layers(number, count, stage) for number in (config.num_layers, len(config.kv_layers)))
+        if config.kv_layers_of(layers) != config.kv_layers[of_kv.start : of_kv.stop]:
+            return False
+        if config.groups_of(layers).windows != config.kv_groups.windows:
+            return False
+    return True
 
 
 # --- beside the weights ---

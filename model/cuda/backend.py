@@ -365,6 +365,10 @@ class CudaBackend:
         """Implement Backend.gate_rows."""
         return x * torch.sigmoid(gates)
 
+    def gate_columns(self, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+        """Implement Backend.gate_columns."""
+        return elementwise.gate(torch.cat((gates, x[:, first : first + gates.shape[1]]), dim=1), activation)
+
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> CudaLatentAttention:
         return CudaLatentAttention(heads, self._target, parts)
 

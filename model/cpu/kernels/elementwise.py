@@ -164,8 +164,8 @@ def rotate(source, cos_sin, factor, out):
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and what
-    queries are by position, or 0."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, what
+    queries are by position, or 0, and the weights of the values' norm, or 0."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
@@ -175,7 +175,7 @@ def _rope_and_write_kv(words):
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
     cos_sin = carray(as_floats(words[6]), (words[14], dim))
     positions, slots = carray(as_integers(words[7]), (rows,)), carray(as_integers(words[8]), (rows,))
-    query_scales = carray(as_floats(words[21]), (words[14],))
+    query_scales, v_norm = carray(as_floats(words[21]), (words[14],)), carray(as_floats(words[22]), (dim,))
     for row in taken(words, rows):
         angles = cos_sin[positions[row]]
         of_queries = query_scales[positions[row]] if words[21] != 0 else np.float32(1)
@@ -186,6 +186,9 @@ def _rope_and_write_kv(words):
         for head in range(heads):
             rotate(qkv[row, head], angles, of_queries, out[row, head])
         for head in range(kv_heads):
+            if words[22] != 0:
+                value = qkv[row, heads + kv_heads + head]
+                normalise(value, v_norm, eps, value)
             rotate(qkv[row, heads + head], angles, of_keys, kv[block, 0, head, offset])
             value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
             for i in range(dim):
@@ -250,6 +253,16 @@ def _gate_clamped(gate, up, out):
         store(out, i, active * (other + np.float32(1)))
 
 
+@compiled
+def _activate(gate, up, out, activation):
+    if activation == 1:
+        _gate_by_gelu(gate, up, out)
+    elif activation == 2:
+        _gate_clamped(gate, up, out)
+    else:
+        _gate_by_silu(gate, up, out)
+
+
 @Kernels
 def _gate(words):
     """words: gate_up, out, inner size, the activation's place in ACTIVATIONS."""
@@ -257,12 +270,17 @@ def _gate(words):
     gate_up = carray(as_stored(words, words[3]), (rows, 2, inner))
     out = carray(as_stored(words, words[4]), (rows, inner))
     for row in taken(words, rows):
-        if activation == 1:
-            _gate_by_gelu(gate_up[row, 0], gate_up[row, 1], out[row])
-        elif activation == 2:
-            _gate_clamped(gate_up[row, 0], gate_up[row, 1], out[row])
-        else:
-            _gate_by_silu(gate_up[row, 0], gate_up[row, 1], out[row])
+        _activate(gate_up[row, 0], gate_up[row, 1], out[row], activation)
+
+
+@Kernels
+def _gate_columns(words):
+    """words: gates, x, out, columns of gates, of x, the first one, the activation's place in ACTIVATIONS."""
+    rows, inner, columns, first, activation = words[1], words[6], words[7], words[8], words[9]
+    gates, x = carray(as_stored(words, words[3]), (rows, inner)), carray(as_stored(words, words[4]), (rows, columns))
+    out = carray(as_stored(words, words[5]), (rows, inner))
+    for row in taken(words, rows):
+        _activate(gates[row], x[row, first : first + inner], out[row], activation)
 
 
 @Kernels
@@ -367,6 +385,7 @@ def rope_and_write_kv(
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
         *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
         *(1 / kv_scales.key, 1 / kv_scales.value, 0 if query_scales is None else query_scales),
+        0 if norms is None or norms.v is None else norms.v,
     )
     return out
 
@@ -409,6 +428,15 @@ def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     out = launcher.empty((rows, inner), gate_up.dtype)
     number = ACTIVATIONS.index(activation)
     launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, number)
+    return out
+
+
+def gate_columns(launcher: Launcher, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+    """Implement Backend.gate_columns."""
+    rows, inner = gates.shape
+    out = launcher.empty((rows, inner), gates.dtype)
+    number = ACTIVATIONS.index(activation)
+    launcher.run(_gate_columns.of(gates.dtype), rows, grain(inner), gates, x, out, inner, x.shape[1], first, number)
     return out
 
 
