@@ -100,7 +100,7 @@ class DecodeInputs:
         self.slots = longs[4:, :max_batch]
         rows = -(-max_context // block_size)
         self.block_tables = [zeros(torch.int32, max_batch, rows, len(of)) for of in groups.tables]
-        """For each of KVGroups.tables int32 [max_batch, rows, parts]."""
+        """Tables of blocks, int32 [max_batch, rows, parts], one for each of KVGroups.tables."""
         self._written: list[tuple[Sequence[int], int]] = []  # of each row of the last batch: its table, and how far
         self._local_lens: Tensor | None = None
         if local_tokens is not None:

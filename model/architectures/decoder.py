@@ -70,7 +70,7 @@ class NormsBeside:
 
 @dataclass(frozen=True)
 class EmbeddingGate:
-    """What a layer makes of its tokens' embeddings for it (config.py's LayerEmbeddingSpec), whole on each rank."""
+    """Weights that add its tokens' embeddings to a layer (config.py's LayerEmbeddingSpec), whole on each rank."""
 
     gate: Linear  # hidden -> size
     output: Linear  # size -> hidden
@@ -134,7 +134,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True)
 class _KVPlace:
-    """Where the keys and values are that a layer attends to."""
+    """The place of the keys and values that a layer attends to."""
 
     table: int  # of KVGroups.tables
     tensor: int  # of the cache

@@ -21,6 +21,7 @@ INERT = frozenset(
         *("vision_config", "mm_tokens_per_image", "text_config", "quantization_config"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_feature_layer"),
         *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        *("audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"),
         *("projection_hidden_size", "projection_layer_norm_eps"),
     }
 )

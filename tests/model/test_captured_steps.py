@@ -29,7 +29,7 @@ from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.protocol.kv_layout import ONE_GROUP
+from twostroke.protocol.kv_layout import ONE_GROUP, group_layers
 from twostroke.protocol.requests import SamplingParams
 
 CPU = torch.device("cpu")
@@ -221,6 +221,26 @@ def test_inputs_are_those_of_a_layout(local_tokens: range | None) -> None:
         assert mine.num_decodes == size
 
 
+def test_a_layer_whose_rows_are_several_blocks_has_them_in_turn() -> None:
+    """Two of three layers have a window and two blocks a row, the third has one."""
+    windows, parts = (20, 20, 0, 20, 20), (0, 1, 0, 0, 1)
+    groups = group_layers(windows, parts)
+    assert groups.tables == ((0,), (1, 3), (2, 4))
+    assert groups.tensor_of_layer == (0,) * 5
+    table = list(range(15))  # of three rows
+    batch = [SequenceStep([7], 11, table, None), SequenceStep([8], 3, table[:5], None)]
+    inputs = DecodeInputs(2, MAX_CONTEXT, BLOCK_SIZE, groups=groups)
+    inputs.fill(batch)
+    for layouts in (inputs.layouts(2), make_layouts(batch, BLOCK_SIZE, CPU, groups)):
+        assert [layout.block_tables[0, :6].tolist() for layout in layouts[1:]] == [
+            [1, 3, 6, 8, 11, 13],
+            [2, 4, 7, 9, 12, 14],
+        ]
+        assert layouts[0].block_tables[0, :3].tolist() == [0, 5, 10]
+        # Blocks of the layers with a window have two tokens, of which both sequences bring the second of a row's end.
+        assert [layout.slots.tolist() for layout in layouts] == [[43, 3], [27, 7], [29, 9]]
+
+
 class NoEvent:
     def record(self) -> None:
         pass
@@ -321,7 +341,7 @@ def test_tables_that_grow_are_written_as_whole_ones_are_whoever_comes_and_goes()
         assert torch.equal(kept.slots[:, : len(running)], fresh.slots[:, : len(running)])
         for row, (_, start) in enumerate(running):
             used = start // BLOCK_SIZE + 1
-            assert torch.equal(kept.block_tables[0, row, :used], fresh.block_tables[0, row, :used])
+            assert torch.equal(kept.block_tables[0][row, :used], fresh.block_tables[0][row, :used])
     assert few > 150
 
 
