@@ -4,10 +4,16 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
-from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
+from twostroke.protocol.kv_layout import (
+    STATE_WINDOW,
+    KVGroups,
+    KVLayout,
+    group_layers,
+    least_block_tokens,
+    mean_seen,
+)
 
 STATE_BLOCK_STEP = 16
 """Blocks that are larger than asked for, for the sake of states, are multiples of so many tokens."""
@@ -398,21 +404,26 @@ class ModelShape:
         own = (layer for layer in layers if self.kv_owner(layer) == layer)
         return tuple((layer, part) for layer in own for part in range(self.num_parts(layer)))
 
-    @cached_property
+    @property
     def kv_layers(self) -> tuple[tuple[int, int], ...]:
         """Return `kv_layers_of` all layers."""
         return self.kv_layers_of(range(self.num_layers))
 
-    @property
-    def kv_windows(self) -> tuple[int, ...]:
-        """Return KVLayout.windows."""
-        return tuple(self.windows[layer] for layer, _ in self.kv_layers) if self.windows else ()
-
-    @property
-    def kv_parts(self) -> tuple[int, ...]:
-        """Return KVLayout.parts."""
+    def kv_layout(self, model: str, dtype: str, block_size: int) -> KVLayout:
+        """Return the layout of the model's cache on one rank: `model` is its digest, `dtype` of the cache's numbers."""
         parts = tuple(part for _, part in self.kv_layers)
-        return parts if any(parts) else ()
+        return KVLayout(
+            model,
+            dtype,
+            len(self.kv_layers),
+            self.num_kv_heads,
+            self.head_dim,
+            block_size,
+            windows=tuple(self.windows[layer] for layer, _ in self.kv_layers) if self.windows else (),
+            kinds=self.kv_kinds,
+            state_numbers=self.state_numbers,
+            parts=parts if any(parts) else (),
+        )
 
     @property
     def kv_groups(self) -> KVGroups:
@@ -421,6 +432,8 @@ class ModelShape:
 
     def groups_of(self, layers: range) -> KVGroups:
         """Return `kv_groups` of some layers, the first of which counts as 0. As `KVLayout.groups_of`."""
+        if not self.layer_heads and not self.kv_owners:
+            return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
         found = self.kv_layers_of(layers)
         return group_layers(tuple(self.window(layer) for layer, _ in found), tuple(part for _, part in found))
 
@@ -466,6 +479,20 @@ class ModelShape:
         """Numbers that the caches of all layers hold of one token, states aside."""
         layers = sum(not self.keeps_state(layer) for layer, _ in self.kv_layers)
         return self.kv_kinds * layers * self.kv_size
+
+    def kv_seen(self, context: float) -> float:
+        """Return the numbers of all layers' caches that the last of `context` tokens attends to, states aside."""
+        return self.kv_kinds * sum(
+            self.heads(layer).width * mean_seen(self.window(layer), context)
+            for layer in range(self.num_layers)
+            if not self.keeps_state(layer)
+        )
+
+    @property
+    def last_kv_layer(self) -> int:
+        """Return the last layer with keys and values, or a state, of its own: those behind it need only the rows that
+        draw."""
+        return max(self.kv_owners, default=self.num_layers - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -550,4 +577,4 @@ class ModelConfig(ModelShape):
         width, experts = 3 * max((mlp.size for mlp in mlps if mlp is not None), default=0), self.spec.layer.experts
         if experts is not None:
             width += experts.routing.top_k * 3 * (experts.size + self.hidden_size)
-        return width
+        return width + (0 if self.spec.layer_embedding is None else self.num_layers * self.spec.layer_embedding.size)

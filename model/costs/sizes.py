@@ -31,15 +31,17 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters that one token is computed with."""
-    experts = config.spec.layer.experts
+    """Return the number of parameters that one token is computed with; of embeddings for each layer not the table."""
+    experts, parameters = config.spec.layer.experts, num_parameters(config)
+    if (embedding := config.spec.layer_embedding) is not None:
+        parameters -= config.vocab_size * config.num_layers * embedding.size
     if experts is None:
-        return num_parameters(config)
+        return parameters
     idle = experts.routing.num_experts - experts.routing.top_k
     each = 3 * experts.size * config.hidden_size
     if experts.gate.has_bias:
         each += 2 * experts.size + config.hidden_size
-    return num_parameters(config) - config.num_routed_layers * idle * each
+    return parameters - config.num_routed_layers * idle * each
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -277,10 +279,15 @@ def weight_bytes(
         whole |= {layer.delta.beta.name, layer.delta.decay.name}
         conv = layer.delta.conv
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
-    for name, shape in expected_shapes(config):
+    tables = {f"{config.spec.embedding}.weight"}
+    if (embedding := config.spec.layer_embedding) is not None:
+        tables.add(f"{embedding.table}.weight")
+        whole |= {part.name for part in (embedding.projection, embedding.gate, embedding.output)}
+    shapes = dict(expected_shapes(config))
+    for name, shape in shapes.items():
         number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
         stage = stage_of.get(number, 0)
-        is_table = name == f"{config.spec.embedding}.weight"
+        is_table = name in tables
         form = stored.get(name)
         if name == head_name(config):
             form = form_of(of_lm_head(quantization), form)
@@ -292,7 +299,8 @@ def weight_bytes(
                 total[stage] += tensor_bytes(shape, itemsize, None)
                 continue
             parts = fused.get(part, ())
-            form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
+            names = [f"{prefix}{one.name}.weight" for one in parts]
+            form = common_form([stored.get(one) for one in names if one in shapes]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
         elif len(shape) == 3 and name_in_layer != conv:
             form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
@@ -457,7 +465,8 @@ DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
 
 def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
     """Estimate the bytes of the largest step: the live activations between a layer's operations, and the logits."""
-    widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
+    mixed = max(2 * (config.query_width(layer) + config.heads(layer).width) for layer in range(config.num_layers))
+    widest = max(mixed, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
     return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
 
