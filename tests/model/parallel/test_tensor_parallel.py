@@ -66,6 +66,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
     "latents whose queries are scaled": MISTRAL4,
+    "wide heads, shared keys, embeddings for each layer": FAMILY_SHAPES["gemma4"],
+    "fewer and wider heads, experts beside the MLP": FAMILY_SHAPES["gemma4_large"]
+    | {"num_key_value_heads": 8, "per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 4}}}
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
