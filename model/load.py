@@ -203,7 +203,9 @@ class LoadedEngine:
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache, block_bytes(config, model, self._kv_dtype))
         self.max_context = resolve_max_context(config, model, blocks)
-        replays = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
+        # Beyond, the host must know how many tokens queries choose from.
+        captured_context = min(self.max_context, model.dense_context)
+        replays = _captured_steps(config, backend, decoder, self.kv_cache, captured_context, sampler)
         hits = self.expert_hits = _expert_hits(decoder)
         self.expert_slots = None
         if spare and isinstance(decoder, Decoder):

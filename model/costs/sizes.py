@@ -76,7 +76,7 @@ def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, .
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
     if layer.sinks is not None:
         shapes[layer.sinks] = (config.num_heads,)
-    return shapes | _shapes_of(_attention_projections(config))
+    return shapes | _shapes_of(_attention_projections(config)) | _index_shapes(config, index)
 
 
 def _delta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -165,6 +165,20 @@ def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, 
         (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
         (layer.output, hidden, heads * sizes.value),
     )
+
+
+def _index_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's index, where it has one."""
+    latent, sizes = config.spec.layer.latent, config.index
+    spec = None if latent is None else latent.index
+    if config.latent is None or sizes is None or spec is None or layer in sizes.sharing:
+        return {}
+    projections = (
+        (spec.query, sizes.heads * sizes.key, config.latent.query_rank),
+        (spec.key, sizes.key, config.hidden_size),
+        (spec.weights, sizes.heads, config.hidden_size),
+    )
+    return _shapes_of(projections) | {f"{spec.key_norm}.{part}": (sizes.key,) for part in ("weight", "bias")}
 
 
 def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
