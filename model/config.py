@@ -372,6 +372,10 @@ class ModelShape:
         """Sizes of the index that chooses what is attended to; None: there is none."""
         return None if self.latent is None else self.latent.index
 
+    def attended(self, layer: int) -> int:
+        """Return the most tokens that a layer attends to, as a window; 0: all."""
+        return self.window(layer) if self.index is None else self.index.top_k
+
     @property
     def dense_context(self) -> int:
         """The longest context within which queries attend to all tokens of their windows."""
@@ -408,7 +412,7 @@ class ModelShape:
     @property
     def q_size(self) -> int:
         """Width of the queries of one token, as they meet the cache's rows."""
-        return self.num_heads * self.head_dim
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.attended)
 
     @property
     def kv_size(self) -> int:

@@ -17,13 +17,7 @@ from torch import Tensor
 from twostroke.model.backend import LayerNorm, Linear
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import IndexSizes
-
-MOST_SCORES = 1 << 24
-"""Numbers of scores that are in memory at a time: of each head, and of each query and token of its context."""
-GATHERED_BYTES = 64 << 20
-"""Bytes of rows that are gathered at a time."""
-STEP_BYTES = 3 * 4 * MOST_SCORES + 2 * GATHERED_BYTES
-"""Bytes that choosing and gathering take at most, whatever the step."""
+from twostroke.model.costs.sizes import GATHERED_BYTES, MOST_SCORES
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ class ContextIndex:
             tokens = torch.arange(top_k, device=tables.device).clamp_max_(context - 1).expand(shape)
         else:
             scores = self._scores(queries, rows, positions, kv_layer, tables, context)
-            tokens = scores.topk(top_k, dim=2).indices
+            tokens = in_order_of_choice(scores).topk(top_k, dim=2).indices
         blocks = tables.gather(1, (tokens // block_size).flatten(1)).view(shape)
         return blocks * block_size + (tokens % block_size).int()
 
@@ -130,6 +124,17 @@ class ContextIndex:
             part.copy_((weights @ of_heads)[:, :, 0, : part.shape[2]])
         unseen = torch.arange(context, device=tables.device) > positions[:, :, None]
         return scores.masked_fill_(unseen, -torch.inf)
+
+
+def in_order_of_choice(scores: Tensor) -> Tensor:
+    """Return fp32 scores [..., tokens] as int64 that are all different: of equal scores the first token's is larger.
+
+    Many scores can be exactly 0. Without an order a choice among them would depend on how prompts are cut into chunks.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # no zero is negative
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    tokens = torch.arange(scores.shape[-1], 0, -1, device=scores.device)
+    return (ordered.long() << 32) + tokens
 
 
 def gathered(

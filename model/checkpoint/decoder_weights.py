@@ -315,14 +315,14 @@ class _DecoderLoader:
         sizes, spec, tensors = self._config.index, latent.index, self._tensors
         if sizes is None or spec is None or layer in sizes.sharing:
             return None
-        norm = [
+        weight, bias = (
             in_order(tensors.kept(f"{prefix}{spec.key_norm}.{part}", dtype=torch.float32), tensors.orders[spec.key])
             for part in ("weight", "bias")
-        ]
+        )
         weights = IndexWeights(
             query=tensors.by_rows(prefix, {spec.query: slice(0, sizes.heads * sizes.key)}),
             key=tensors.by_rows(prefix, {spec.key: slice(0, sizes.key)}),
-            key_norm=LayerNorm(*norm, latent.norm_eps),
+            key_norm=LayerNorm(weight, bias, latent.norm_eps),
             weights=tensors.whole(prefix, spec.weights),
             sizes=sizes,
         )

@@ -121,11 +121,13 @@ def prefill_operations(
     end = before + tokens
     attending = [layer for layer in layers if not shape.keeps_state(layer)]
     pairs = sum(
-        _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in attending
+        _causal_pairs(end, shape.attended(layer)) - _causal_pairs(before, shape.attended(layer)) for layer in attending
     )
     read = sum(mean_seen(shape.window(layer), before) for layer in attending)
     _, _, of_pair = input_sizes(shape)
-    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, 1, int(is_last))
+    found = _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, 1, int(is_last))
+    scored = _causal_pairs(end, 0) - _causal_pairs(before, 0)
+    return found + _index_operations(shape, formats, end, scored, before)
 
 
 def decode_operations(
@@ -136,10 +138,24 @@ def decode_operations(
     Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
     """
     attending = [layer for layer in range(shape.num_layers) if not shape.keeps_state(layer)]
-    keys = batch * sum(mean_seen(shape.window(layer), context) for layer in attending)
+    keys = batch * sum(mean_seen(shape.attended(layer), context) for layer in attending)
     rotary = 0 if shape.latent is None else shape.latent.rotary
     scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
-    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch, batch)
+    found = _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch, batch)
+    return found + _index_operations(shape, formats, context, batch * context, batch * context)
+
+
+def _index_operations(
+    shape: ModelShape, formats: NumberFormats, context: float, pairs: float, kv_tokens: float
+) -> list[Operation]:
+    """Return the scores by which tokens are chosen: of `pairs` of a query and a token, from the cached keys of
+    `kv_tokens` tokens, where the longest context has more tokens than are chosen."""
+    index = shape.index
+    if index is None or context <= index.top_k:
+        return []
+    layers = shape.num_layers - len(index.sharing)
+    flops, read = 2.0 * index.heads * (index.key + 1) * pairs, formats.kv_itemsize * index.key * kv_tokens
+    return [Operation("index scores", "attention", layers * flops, kv_bytes=layers * read)]
 
 
 def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
@@ -173,6 +189,7 @@ def _operations(
     whose states are read and written."""
     queries, kv, _ = input_sizes(shape)
     attention, head = matrix_sizes(shape)
+    index_key = 0 if shape.index is None else shape.index.key
     output = attention - queries - kv
     hidden, states = shape.hidden_size, [layer for layer in range(shape.num_layers) if shape.keeps_state(layer)]
     layers = shape.num_layers - len(states)
@@ -192,7 +209,7 @@ def _operations(
             "attention",
             "attention",
             attention_flops,
-            kv_bytes=formats.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
+            kv_bytes=formats.kv_itemsize * (shape.kv_kinds * shape.kv_size - index_key) * kv_tokens,
             activation_bytes=formats.itemsize * tokens * layers * (inputs + shape.q_size),
         ),
         Operation(
@@ -305,6 +322,8 @@ def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
         return hidden * shape.q_size * (2 if gates else 1), hidden * 2 * shape.kv_size, 2 * shape.q_size
     down = hidden * sizes.query_rank
     queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    if (index := sizes.index) is not None:
+        queries += index.heads * (sizes.query_rank * index.key + hidden)
     return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)
 
 

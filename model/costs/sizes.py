@@ -20,7 +20,7 @@ from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
-FP32_BYTES, FP16_BYTES = 4, 2
+FP32_BYTES, FP16_BYTES, INT64_BYTES = 4, 2, 8
 
 INT4_GROUP = 64  # columns that share a scale
 
@@ -262,6 +262,8 @@ def weight_bytes(
     fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    if layer.latent is not None and layer.latent.index is not None:
+        whole.add(layer.latent.index.weights.name)
     conv = None
     if layer.delta is not None:
         whole |= {layer.delta.beta.name, layer.delta.decay.name}
@@ -380,6 +382,11 @@ def check_contexts(config: ModelShape, parallel: ParallelForm, block_size: int) 
             "context_parallel: ranks share the tokens of latents, and this model caches keys and values, whose heads "
             "they share: leave it out"
         )
+    if config.index is not None:
+        raise ConfigError(
+            "context_parallel: ranks would have to choose among all tokens of a context, and this model's index knows "
+            "those of one rank alone: leave it out"
+        )
     if block_size % ranks:
         raise ConfigError(
             f"context_parallel: {ranks} ranks can't share blocks of {block_size} tokens evenly: use a block_size that "
@@ -393,6 +400,13 @@ def check_stages(config: ModelShape, count: int) -> None:
         raise ConfigError(
             f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
         )
+    if config.index is not None:
+        stages = [stage_layers(config.num_layers, count, stage).start for stage in range(count)]
+        if cut := sorted(config.index.sharing & {*stages}):
+            raise ConfigError(
+                f"pipeline_parallel: a stage would begin with layer {cut[0]}, which attends to what the layer before "
+                "chooses: use another number of stages"
+            )
     fitting = [number for number in range(1, count + 1) if _have_the_windows(config, number)]
     if fitting[-1] != count:
         raise ConfigError(
@@ -440,7 +454,23 @@ def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> 
     """Estimate the bytes of the largest step: the live activations between a layer's operations, and the logits."""
     widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
-    return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
+    logits = bounds.max_sequences * config.vocab_size * FP32_BYTES
+    return activations + logits + _choice_bytes(config, bounds, itemsize)
+
+
+MOST_SCORES = 1 << 23
+"""Scores of an index that are in memory at a time: those of each head, and those of each query and cached token."""
+GATHERED_BYTES = 64 * 2**20
+"""Bytes of chosen rows that are in memory at a time."""
+
+
+def _choice_bytes(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
+    """Return the bytes of a step that chooses tokens: its index's queries and choices, and scores and rows in parts."""
+    if (index := config.index) is None:
+        return 0
+    of_token = 2 * index.heads * index.key * itemsize + index.top_k * FP32_BYTES
+    scores = MOST_SCORES * (FP32_BYTES + 3 * FP32_BYTES + 2 * INT64_BYTES)  # of heads, in sum, and as keys of an order
+    return bounds.max_tokens * of_token + scores + 2 * GATHERED_BYTES
 
 
 def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, parallel: ParallelForm = ONE_RANK) -> int:

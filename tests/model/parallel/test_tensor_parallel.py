@@ -489,7 +489,7 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
     decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
     config = EngineConfig(Path(), parallel=ParallelForm(2, 2), bounds=StepBounds(16, 4), staging_bytes=7)
     try:
-        found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
+        found = measure_gpu(decoder, None, cache, config, 64, 64, SingleRank())
     finally:
         gc.enable()
     assert done == ["16 tokens", "16 tokens", "measured"]
