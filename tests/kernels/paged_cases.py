@@ -132,8 +132,20 @@ class LatentCase:
     cos_sin: Tensor
     layout: BatchLayout
 
-    def expected(self) -> Tensor:
-        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout)
+    def expected(self, chosen: Tensor | None = None) -> Tensor:
+        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout, chosen)
+
+    def some(self, count: int) -> Tensor:
+        """Return slots of so many random tokens for each query, those that it sees first."""
+        layout, size = self.layout, self.kv_layer.shape[3]
+        generator = torch.Generator().manual_seed(count)
+        chosen = []
+        sequences = torch.repeat_interleave(torch.arange(len(layout.context_lens)), layout.query_starts.diff())
+        for sequence, position in zip(sequences.tolist(), layout.positions.tolist(), strict=True):
+            tokens = torch.randperm(position + 1, generator=generator)[:count]
+            tokens = torch.cat((tokens, tokens.new_zeros(count - len(tokens))))
+            chosen.append(layout.block_tables[sequence, tokens // size] * size + tokens % size)
+        return torch.stack(chosen).int()
 
 
 def latent_case(
