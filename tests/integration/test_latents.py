@@ -98,6 +98,25 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
     assert {one.expert_share for one in parts} == {3 / 8}
 
 
+INDEXED_WAYS = ("swapped out", "tcp, unequal blocks", RANKED)
+
+
+@pytest.mark.parametrize("way", INDEXED_WAYS)
+async def test_keys_of_an_index_travel_with_latents(way: str, write_checkpoint: Any) -> None:
+    folder: Path = write_checkpoint(seed=3, **FAMILY_SHAPES["glm_moe_dsa"])
+    expected = of_one_worker(folder, answers, PLENTY)
+    async with serve(folder, WAYS[way]) as served:
+        assert await answers(served) == expected
+        await served.idle()
+        hits = served.fleet.stats("decode").prefix_hits
+        assert await answers(served) == expected, "with a warm prefix cache"
+        await served.idle()
+        stats = served.fleet.stats("decode")
+    assert stats.prefix_hits > hits
+    assert stats.transfers_failed == 0
+    assert (stats.swaps > 0) == ("swapped out" in way)
+
+
 @pytest.mark.parametrize("way", ["tcp, unequal blocks", pytest.param(RANKED, marks=pytest.mark.models)])
 async def test_a_flipped_bit_of_a_latent_is_found_by_its_digest(
     way: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch

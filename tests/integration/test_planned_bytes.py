@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "windows": FAMILY_SHAPES["gemma3"] | {"sliding_window": 2 * BLOCK},
     "chunks": FAMILY_SHAPES["llama4"] | {"attention_chunk_size": 2 * BLOCK, "floor_scale": 16},
     "latents, experts": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "experts": FAMILY_SHAPES["qwen3_moe"],
 }
 ITEMSIZE = 4  # fp32

@@ -62,6 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chunks, stacked experts whose input is scaled": FAMILY_SHAPES["llama4"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "delta nets": FAMILY_SHAPES["qwen3_5"]
     | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
