@@ -98,18 +98,21 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
     assert {one.expert_share for one in parts} == {3 / 8}
 
 
-INDEXED_WAYS = ("swapped out", "tcp, unequal blocks", RANKED)
+@pytest.fixture(scope="module")
+def indexed(write_checkpoint: Any) -> tuple[Path, list[list[int]]]:
+    """A model with an index, and its answers."""
+    made: Path = write_checkpoint(seed=3, **FAMILY_SHAPES["glm_moe_dsa"])
+    return made, of_one_worker(made, answers, PLENTY)
 
 
-@pytest.mark.parametrize("way", INDEXED_WAYS)
-async def test_keys_of_an_index_travel_with_latents(way: str, write_checkpoint: Any) -> None:
-    folder: Path = write_checkpoint(seed=3, **FAMILY_SHAPES["glm_moe_dsa"])
-    expected = of_one_worker(folder, answers, PLENTY)
+@pytest.mark.parametrize("way", ["swapped out", "tcp, unequal blocks", pytest.param(RANKED, marks=pytest.mark.models)])
+async def test_keys_of_an_index_travel_with_latents(way: str, indexed: tuple[Path, list[list[int]]]) -> None:
+    folder, without_transfers = indexed
     async with serve(folder, WAYS[way]) as served:
-        assert await answers(served) == expected
+        assert await answers(served) == without_transfers
         await served.idle()
         hits = served.fleet.stats("decode").prefix_hits
-        assert await answers(served) == expected, "with a warm prefix cache"
+        assert await answers(served) == without_transfers, "with a warm prefix cache"
         await served.idle()
         stats = served.fleet.stats("decode")
     assert stats.prefix_hits > hits

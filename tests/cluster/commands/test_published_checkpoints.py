@@ -163,6 +163,7 @@ GLM_5 = {
     **{"index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True},
     "rope_interleave": True,
     "rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
 
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int]] = {
