@@ -68,18 +68,19 @@ class ContextIndex:
         A query at position p attends to the first min(p + 1, top_k) of its row. Reads the lengths of contexts on the
         host.
         """
-        top_k, count = self.weights.sizes.top_k, layout.num_decodes
+        sizes, count = self.weights.sizes, layout.num_decodes
+        top_k, at_least = sizes.top_k, sizes.heads * kv_layer.shape[3]  # scores of a query at a time
         chosen = torch.empty((len(queries.weights), top_k), dtype=torch.int32, device=kv_layer.device)
         contexts, starts = layout.context_lens.tolist(), layout.query_starts.tolist()
         longest = max(contexts[:count], default=0)
-        at_once = max(1, MOST_SCORES // max(1, longest))
+        at_once = max(1, MOST_SCORES // max(longest, at_least))
         for first in range(0, count, at_once):
             rows = slice(first, min(first + at_once, count))
             tables = layout.block_tables[rows]
             chosen[rows] = self._choose(queries, rows, layout.positions[rows, None], kv_layer, tables, longest)[:, 0]
         for sequence in range(count, len(contexts)):
             context, tables = contexts[sequence], layout.block_tables[sequence : sequence + 1]
-            at_once = max(1, MOST_SCORES // context)
+            at_once = max(1, MOST_SCORES // max(context, at_least))
             for first in range(starts[sequence], starts[sequence + 1], at_once):
                 rows = slice(first, min(first + at_once, starts[sequence + 1]))
                 positions = layout.positions[None, rows]
@@ -115,7 +116,7 @@ class ContextIndex:
         heads = queries.heads[rows].float().view(len(positions), -1, sizes.key)  # [S, n heads, key]
         weights = queries.weights[rows].view(*positions.shape, 1, sizes.heads)
         scores = torch.empty((*positions.shape, context), device=tables.device)
-        blocks_at_once = max(1, MOST_SCORES // (heads.shape[0] * heads.shape[1] * block_size))
+        blocks_at_once = max(1, MOST_SCORES // (len(heads) * max(heads.shape[1:]) * block_size))
         for first in range(0, -(-context // block_size), blocks_at_once):
             blocks = tables[:, first : first + blocks_at_once].long()
             keys = kv_layer[blocks, 0, 0, :, -sizes.key :].flatten(1, 2).float()

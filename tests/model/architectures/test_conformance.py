@@ -416,6 +416,7 @@ MORE = {
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v3_halves",
+    "deepseek_v32",
 }
 ALL_FAMILIES = [pytest.param(shape, marks=pytest.mark.models if shape in MORE else []) for shape in FAMILY_SHAPES]
 

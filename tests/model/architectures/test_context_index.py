@@ -24,7 +24,7 @@ Chosen = dict[int, dict[int, dict[int, set[int]]]]
 
 @pytest.fixture
 def choices(monkeypatch: pytest.MonkeyPatch) -> Chosen:
-    """What indexes choose from now on, where sequences are told apart by their first blocks."""
+    """Record what indexes choose from now on. Sequences are told apart by their first blocks."""
     found: Chosen = defaultdict(lambda: defaultdict(dict))
     original = ContextIndex.choose
 
@@ -84,10 +84,10 @@ def test_a_context_that_is_attended_to_as_a_whole_is_not_scored(
     write_checkpoint: Any, generate: Any, choices: Chosen
 ) -> None:
     folder = write_checkpoint(**FAMILY_SHAPES["deepseek_v32_experts"])  # of 24 tokens
-    prompts = random_prompts(96, 1, (1, 15))
+    prompts = random_prompts(96, 1, (1, 16))
     generate(make_runner(folder, 8, 64), prompts, NEW_TOKENS, chunk=37, block_size=8)
     assert not choices
-    generate(make_runner(folder, 8, 64), prompts, NEW_TOKENS + 2, chunk=37, block_size=8)
+    generate(make_runner(folder, 8, 64), prompts, NEW_TOKENS + 1, chunk=37, block_size=8)
     assert choices
 
 
