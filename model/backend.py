@@ -99,6 +99,15 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016)."""
+
+    weight: Tensor  # fp32 [width]
+    bias: Tensor  # fp32 [width]
+    eps: float
+
+
+@dataclass(frozen=True)
 class LatentHeads:
     """Weights that turn latents into a layer's heads (model/config.py's LatentSizes). R is the size of a latent, P the
     rotated part, N and V the sizes of a head's key and value."""
@@ -111,10 +120,12 @@ class LatentHeads:
 class LatentAttention(Protocol):
     """Attention to latents with its weights inside, laid out for the device."""
 
-    def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    def __call__(
+        self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
+    ) -> Tensor:
         """Rotate queries [T, H (N + P)], of each head what turns last, and attend causally. Returns [T, H V].
 
-        cos_sin and kv_layer as to Backend.write_latents.
+        cos_sin and kv_layer as to Backend.write_latents. `chosen` as ContextIndex.choose returns; None: all tokens.
         """
 
 
@@ -261,7 +272,17 @@ class Backend(Protocol):
     ) -> None:
         """Normalise latents, rotate the keys' part that turns, and write both into the cache at `layout.slots`.
 
-        rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, R + P].
+        rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, W],
+        where W is R + P, or more: what lies behind stays as it is.
+        """
+
+    def write_index_keys(
+        self, keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        """Normalise keys of an index, rotate the last P numbers of each, and write them to the ends of the cache's rows
+        at `layout.slots`, none of which is negative.
+
+        keys [T, width]; cos_sin and kv_layer as to `write_latents`.
         """
 
     def make_delta_net(self, weights: "DeltaWeights") -> "DeltaNet":

@@ -107,6 +107,10 @@ class DecodeInputs:
             of_one = local_lengths(np.ones(1, np.int64), block_size, local_tokens)
             self._local_lens = ints[1, :max_batch].fill_(int(of_one[0]))
 
+    def hold(self, batch: Sequence[SequenceStep]) -> bool:
+        """Return True if no context of the batch is longer than the longest that there is room for."""
+        return max(step.start for step in batch) < self._max_context
+
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
         count, size, num_groups = len(batch), self._block_size, self._groups.count

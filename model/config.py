@@ -114,11 +114,25 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class IndexSizes:
+    """Indexed attention (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1), in numbers a token.
+
+    Small heads score the tokens before a query, and the query attends to those with the highest scores. A token's key,
+    which these heads share, is cached behind its latent; of it as much turns as of the attention's own keys.
+    """
+
+    heads: int
+    key: int  # of a head's queries, and of the key
+    top_k: int  # tokens that a query attends to
+    sharing: frozenset[int] = frozenset()  # layers without an index, which attend to what the layer before them does
+
+
+@dataclass(frozen=True)
 class LatentSizes:
     """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
 
     A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
-    turns, which all heads share: one row of `rank + rotary`, and nothing else.
+    turns, which all heads share: one row of `rank + rotary`, and behind them the index's key where there is one.
     """
 
     rank: int  # of the latent
@@ -126,11 +140,22 @@ class LatentSizes:
     key: int  # of a head's queries and keys, the part that does not
     value: int  # of a head
     query_rank: int = 0  # of the queries' own latent, which is not cached; 0: they are made of the layer's input
+    index: IndexSizes | None = None  # None: queries attend to all tokens
 
     @property
     def query(self) -> int:
         """Width of a head's queries as they are projected; the rotated part is the last."""
         return self.key + self.rotary
+
+    @property
+    def attended(self) -> int:
+        """Width of the part of a cached row that attention reads."""
+        return self.rank + self.rotary
+
+    @property
+    def row(self) -> int:
+        """Width of a cached row."""
+        return self.attended + (0 if self.index is None else self.index.key)
 
 
 @dataclass(frozen=True)
@@ -192,6 +217,17 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True)
+class IndexSpec:
+    """Parts of a layer's index, by their names within the layer."""
+
+    query: Projection  # of the queries' latent
+    key: Projection  # of the layer's input
+    key_norm: str  # a layer norm with a bias
+    weights: Projection  # of the layer's input: the weight of each head's scores
+    interleaves: bool  # as RopeConfig's, of what turns, which is the first of a head's queries and of the key
+
+
+@dataclass(frozen=True)
 class LatentSpec:
     """Projections between a layer's input and `q`, `k` and `v`, where the layer attends to latents."""
 
@@ -200,6 +236,7 @@ class LatentSpec:
     query_down: Projection | None  # None: `q` is of the layer's input
     query_norm: str | None
     norm_eps: float = 1e-6  # of both, whatever config.json says of norms
+    index: IndexSpec | None = None  # in all layers but `IndexSizes.sharing`
 
 
 @dataclass(frozen=True)
@@ -354,7 +391,7 @@ class ModelShape:
     max_position: int  # positions the model accepts, prompt and output together
     # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
     windows: tuple[int, ...] = ()
-    latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
+    latent: LatentSizes | None = None  # there is one KV head then, and `head_dim` is the width of a row
     state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
     # Of each layer, where they differ: `num_kv_heads` and `head_dim` are then the cache's, which have the narrowest
     # layer's width, and other widths are multiples. Layers with the same window are alike.
@@ -426,6 +463,20 @@ class ModelShape:
         )
 
     @property
+    def index(self) -> IndexSizes | None:
+        """Sizes of the index that chooses what is attended to; None: there is none."""
+        return None if self.latent is None else self.latent.index
+
+    def attended(self, layer: int) -> int:
+        """Return the most tokens that a layer attends to, as a window; 0: all."""
+        return self.window(layer) if self.index is None else self.index.top_k
+
+    @property
+    def dense_context(self) -> int:
+        """The longest context within which queries attend to all tokens of their windows."""
+        return self.max_position if self.index is None else min(self.max_position, self.index.top_k)
+
+    @property
     def kv_groups(self) -> KVGroups:
         """Groups of KV layers that share block tables."""
         return self.groups_of(range(self.num_layers))
@@ -459,15 +510,11 @@ class ModelShape:
     @property
     def q_size(self) -> int:
         """Width of the queries of one token, as they meet the cache's rows, in the widest layer."""
-        return (
-            max(self.query_width(layer) for layer in range(self.num_layers))
-            if self.layer_heads
-            else (self.num_heads * self.head_dim)
-        )
+        return max(self.query_width(layer) for layer in range(self.num_layers if self.layer_heads else 1))
 
     def query_width(self, layer: int) -> int:
-        """Return the width of the queries of one token in this layer."""
-        return self.num_heads * self.heads(layer).dim
+        """Return the width of the queries of one token in this layer, as they meet the cache's rows."""
+        return self.num_heads * (self.heads(layer).dim if self.latent is None else self.latent.attended)
 
     @property
     def kv_size(self) -> int:

@@ -95,8 +95,8 @@ def profiles_of(
     """Return profiles of workers on such GPUs that have room for the workload's longest request."""
     found = []
     for count in ranks_of(hardware):
-        # Latents can be on all ranks, or shared.
-        ways = (False, True) if shape.kv_kinds == 1 and count > 1 else (False,)
+        # Latents can be on all ranks, or shared where all of them are attended to.
+        ways = (False, True) if shape.kv_kinds == 1 and shape.index is None and count > 1 else (False,)
         for quantization, shares_contexts in product(quantizations, ways):
             machine = machine_of(hardware, count, quantization, terms, shares_contexts=shares_contexts)
             try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.context_index import ContextIndex, IndexQueries
 from twostroke.model.architectures.delta_net import DeltaNet
 from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
@@ -34,6 +35,7 @@ class LatentWeights:
     query: Linear
     eps: float
     attention: LatentAttention
+    index: ContextIndex | None  # None: all tokens are attended to, or those that the layer before attends to
 
 
 @dataclass(frozen=True)
@@ -288,14 +290,18 @@ class Decoder:
         backend, layers = self._backend, self._weights.layers
         first_norm = layers[0].input_norm
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
+        chosen: Tensor | None = None  # the tokens that latents' queries attend to; None: all
         for index, layer in enumerate(layers):
             place = self._places[index]
             layout, kv_layer = layouts[place.table], kv_tensors[place.tensor]
             if layer.kv_heads is not None:
                 kv_layer = kv_layer.view(*kv_layer.shape[:2], layer.kv_heads.number, -1, layer.kv_heads.dim)
             gate = None if layer.output_gate is None else layer.output_gate(x)
+            asking: IndexQueries | None = None
             if isinstance(layer.qkv, DeltaNet):
                 q = layer.qkv(x, kv_layer, layout)
+            elif isinstance(layer.qkv, LatentWeights):
+                q, asking = self._write_latents(x, layer, layer.qkv, kv_layer, layout)
             else:
                 q = self._write_kv(x, layer, layer.qkv, kv_layer if place.own else kv_layer[:, :, :0], layout)
             if on_layer is not None:  # on CUDA the write is launched
@@ -307,13 +313,17 @@ class Decoder:
                 q, residual = q[needed.rows], residual[needed.rows]
                 gate = None if gate is None else gate[needed.rows]
                 embedded = None if embedded is None else embedded[needed.rows]
+                asking = None if asking is None else asking.of(needed.rows)
+                chosen = None if chosen is None else chosen[needed.rows]
                 read = {behind.table for behind in self._places[index:]}
                 layouts = [one.of_last_tokens(needed) if table in read else one for table, one in enumerate(layouts)]
                 layout = layouts[place.table]
             if isinstance(layer.qkv, DeltaNet):
                 x = q
             elif isinstance(layer.qkv, LatentWeights):
-                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
+                if asking is not None and layer.qkv.index is not None:
+                    chosen = layer.qkv.index.choose(asking, kv_layer, layout)
+                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout, chosen)
             else:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             if gate is not None:
@@ -339,21 +349,31 @@ class Decoder:
         x = backend.rms_norm(parts.output(x), parts.norm, self._config.rms_norm_eps)
         return backend.add(x, residual)
 
+    def _write_latents(
+        self, x: Tensor, layer: LayerWeights, latents: LatentWeights, kv_layer: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """Write a layer's latents into the cache. Returns the queries, one row per token, and those of its index where
+        some token is to choose."""
+        backend, index, hidden = self._backend, latents.index, x
+        backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
+        if latents.query_down is not None and latents.query_norm is not None:
+            x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
+        asking = None
+        if index is not None:
+            keys = index.weights.key(hidden)
+            backend.write_index_keys(keys, index.weights.key_norm, layer.cos_sin, kv_layer, layout)
+            asking = index.queries(hidden, x, layer.cos_sin, layout)
+        q, scales = latents.query(x), layer.query_scales
+        return q if scales is None else backend.scale_by_position(q, scales, layout.positions), asking
+
     def _write_kv(
-        self, x: Tensor, layer: LayerWeights, projection: Linear | LatentWeights, kv_layer: Tensor, layout: BatchLayout
+        self, x: Tensor, layer: LayerWeights, projection: Linear, kv_layer: Tensor, layout: BatchLayout
     ) -> Tensor:
-        """Write a layer's keys and values, or latents, into the cache. Returns the queries, one row per token.
+        """Write a layer's keys and values into the cache. Returns the queries, one row per token.
 
         A layer that attends to another's keys and values is given a cache without heads.
         """
         backend, parallel = self._backend, self._parallel
-        if isinstance(projection, LatentWeights):
-            latents = projection
-            backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
-            if latents.query_down is not None and latents.query_norm is not None:
-                x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
-            q, scales = latents.query(x), layer.query_scales
-            return q if scales is None else backend.scale_by_position(q, scales, layout.positions)
         qkv = projection(x)
         if layer.row_norms is not None:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.context_index import ContextIndex, IndexWeights
 from twostroke.model.architectures.decoder import (
     DecoderWeights,
     EmbeddingGate,
@@ -28,6 +29,7 @@ from twostroke.model.backend import (
     HeadNorms,
     KVScales,
     LatentHeads,
+    LayerNorm,
     Linear,
     LoadOptions,
     RowNorms,
@@ -253,7 +255,7 @@ class _DecoderLoader:
         if parts.latent is not None and config.latent is not None:
             mixed = of_heads(self._heads, config.latent.value)
             return (
-                self._latents(prefix, parts.latent, config.latent),
+                self._latents(prefix, parts.latent, config.latent, self._index(index, prefix, parts.latent)),
                 tensors.by_columns(prefix, parts.output, mixed),
                 None,
             )
@@ -355,7 +357,27 @@ class _DecoderLoader:
             size=spec.size,
         )
 
-    def _latents(self, prefix: str, latent: LatentSpec, sizes: LatentSizes) -> LatentWeights:
+    def _index(self, layer: int, prefix: str, latent: LatentSpec) -> ContextIndex | None:
+        """Return a layer's index, where it has one: each rank has it whole."""
+        sizes, spec, tensors = self._config.index, latent.index, self._tensors
+        if sizes is None or spec is None or layer in sizes.sharing:
+            return None
+        weight, bias = (
+            in_order(tensors.kept(f"{prefix}{spec.key_norm}.{part}", dtype=torch.float32), tensors.orders[spec.key])
+            for part in ("weight", "bias")
+        )
+        weights = IndexWeights(
+            query=tensors.by_rows(prefix, [(spec.query, slice(0, sizes.heads * sizes.key))]),
+            key=tensors.by_rows(prefix, [(spec.key, slice(0, sizes.key))]),
+            key_norm=LayerNorm(weight, bias, latent.norm_eps),
+            weights=tensors.whole(prefix, spec.weights),
+            sizes=sizes,
+        )
+        return ContextIndex(weights)
+
+    def _latents(
+        self, prefix: str, latent: LatentSpec, sizes: LatentSizes, index: ContextIndex | None
+    ) -> LatentWeights:
         config, parts, tensors = self._config, self._config.spec.layer, self._tensors
         down, query_down = latent.down, latent.query_down
         up = tensors.weight(f"{prefix}{parts.k.name}.weight", of_heads(self._heads, sizes.key + sizes.value))
@@ -371,6 +393,7 @@ class _DecoderLoader:
             query=tensors.by_rows(prefix, [(parts.q, of_heads(self._heads, sizes.query))]),
             eps=latent.norm_eps,
             attention=self._backend.make_latent_attention(heads, self._context_parts),
+            index=index,
         )
 
     def _mlp(self, prefix: str, spec: MlpSpec | None) -> MlpWeights | None:
@@ -471,7 +494,13 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
     def behind(still: int) -> list[int]:
         return [*range(still), *(still + place for place in order)]
 
-    return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
+    orders = {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
+    if sizes.index is not None and (index := layer.latent.index) is not None:
+        # What turns is the first in files, and the last here as it is in queries.
+        turned = head_order(replace(config.rope, interleaves=index.interleaves), sizes.rotary)
+        of_index = [*range(sizes.rotary, sizes.index.key), *(range(sizes.rotary) if turned is None else turned)]
+        orders |= {index.query: of_index, index.key: of_index}
+    return orders
 
 
 def _columns(spec: ExpertsSpec, inner: slice) -> Tensor:

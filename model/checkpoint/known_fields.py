@@ -39,6 +39,8 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     # which tokens and layers are attended to
     **dict.fromkeys(("attention_chunk_size", "num_kv_shared_layers", "per_layer_config", "index_topk"), _NOTHING),
+    **dict.fromkeys(("indexer_types", "index_topk_pattern"), _NOTHING),
+    "index_topk_freq": (None, 1),
     **dict.fromkeys(("interleaved_sliding_window", "attention_layers", "local_layer_ids"), _NOTHING),
     # positions
     **dict.fromkeys(

@@ -6,7 +6,7 @@ number of a query and key, and of a weight and value. Sums over all layers; an e
 products is taken to be in one of their kernels, so that norms alone stand for themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -121,10 +121,12 @@ def prefill_operations(
     end, flops = before + tokens, 0.0
     for layer in range(shape.num_layers):
         if not shape.keeps_state(layer):
-            window = shape.window(layer)
-            pairs = _causal_pairs(end, window) - _causal_pairs(before, window)
-            flops += 2.0 * input_sizes(shape, layer)[2] * (pairs if layer <= last else drawing * mean_seen(window, end))
-    return _operations(shape, formats, tokens, rows, flops, shape.kv_seen(before), 1, drawing)
+            most = shape.attended(layer)
+            pairs = _causal_pairs(end, most) - _causal_pairs(before, most)
+            flops += 2.0 * input_sizes(shape, layer)[2] * (pairs if layer <= last else drawing * mean_seen(most, end))
+    found = _operations(shape, formats, tokens, rows, flops, _numbers_read(shape, before, shape.window), 1, drawing)
+    scored = _causal_pairs(end, 0) - _causal_pairs(before, 0)
+    return found + _index_operations(shape, formats, end, scored, before)
 
 
 def decode_operations(
@@ -136,12 +138,37 @@ def decode_operations(
     """
     rotary = 0 if shape.latent is None else shape.latent.rotary
     scores = sum(
-        2.0 * (2 * shape.query_width(layer) - shape.num_heads * rotary) * mean_seen(shape.window(layer), context)
+        2.0 * (2 * shape.query_width(layer) - shape.num_heads * rotary) * mean_seen(shape.attended(layer), context)
         for layer in range(shape.num_layers)
         if not shape.keeps_state(layer)
     )
-    rows = [batch] * shape.num_layers
-    return _operations(shape, formats, batch, rows, batch * scores, batch * shape.kv_seen(context), batch, batch)
+    rows, read = [batch] * shape.num_layers, _numbers_read(shape, context, shape.attended)
+    found = _operations(shape, formats, batch, rows, batch * scores, batch * read, batch, batch)
+    return found + _index_operations(shape, formats, context, batch * context, batch * context)
+
+
+def _numbers_read(shape: ModelShape, context: float, seen: Callable[[int], int]) -> float:
+    """Return the numbers of all layers' caches that attention to `context` tokens reads, keys of an index aside.
+    `seen` returns what a layer attends to, as a window."""
+    index_key = 0 if shape.index is None else shape.index.key
+    return shape.kv_kinds * sum(
+        (shape.heads(layer).width - index_key) * mean_seen(seen(layer), context)
+        for layer in range(shape.num_layers)
+        if not shape.keeps_state(layer)
+    )
+
+
+def _index_operations(
+    shape: ModelShape, formats: NumberFormats, context: float, pairs: float, kv_tokens: float
+) -> list[Operation]:
+    """Return the scores by which tokens are chosen: of `pairs` of a query and a token, from the cached keys of
+    `kv_tokens` tokens, where the longest context has more tokens than are chosen."""
+    index = shape.index
+    if index is None or context <= index.top_k:
+        return []
+    layers = shape.num_layers - len(index.sharing)
+    flops, read = 2.0 * index.heads * (index.key + 1) * pairs, formats.kv_itemsize * index.key * kv_tokens
+    return [Operation("index scores", "attention", layers * flops, kv_bytes=layers * read)]
 
 
 def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
@@ -325,6 +352,8 @@ def input_sizes(shape: ModelShape, layer: int = 0) -> tuple[int, int, int]:
         return hidden * width * (2 if gates else 1), kv, 2 * width
     down = hidden * sizes.query_rank
     queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    if (index := sizes.index) is not None:
+        queries += index.heads * (sizes.query_rank * index.key + hidden)
     return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)
 
 

@@ -20,7 +20,7 @@ from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
-FP32_BYTES, FP16_BYTES = 4, 2
+FP32_BYTES, FP16_BYTES, INT64_BYTES = 4, 2, 8
 
 INT4_GROUP = 64  # columns that share a scale
 
@@ -86,7 +86,7 @@ def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, .
         shapes[layer.sinks] = (config.num_heads,)
     if layer.output_scale is not None:
         shapes[layer.output_scale] = (1,)
-    return shapes | _shapes_of(_attention_projections(config, index))
+    return shapes | _shapes_of(_attention_projections(config, index)) | _index_shapes(config, index)
 
 
 def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -193,6 +193,20 @@ def _attention_projections(config: ModelConfig, index: int) -> tuple[tuple[Proje
     )
 
 
+def _index_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's index, where it has one."""
+    latent, sizes = config.spec.layer.latent, config.index
+    spec = None if latent is None else latent.index
+    if config.latent is None or sizes is None or spec is None or layer in sizes.sharing:
+        return {}
+    projections = (
+        (spec.query, sizes.heads * sizes.key, config.latent.query_rank),
+        (spec.key, sizes.key, config.hidden_size),
+        (spec.weights, sizes.heads, config.hidden_size),
+    )
+    return _shapes_of(projections) | {f"{spec.key_norm}.{part}": (sizes.key,) for part in ("weight", "bias")}
+
+
 def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
     """Norms of latents, with their widths."""
     latent, sizes = config.spec.layer.latent, config.latent
@@ -274,6 +288,8 @@ def weight_bytes(
     fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    if layer.latent is not None and layer.latent.index is not None:
+        whole.add(layer.latent.index.weights.name)
     conv = None
     if layer.delta is not None:
         whole |= {layer.delta.beta.name, layer.delta.decay.name}
@@ -400,6 +416,11 @@ def check_contexts(config: ModelShape, parallel: ParallelForm, block_size: int) 
             "context_parallel: ranks share the tokens of latents, and this model caches keys and values, whose heads "
             "they share: leave it out"
         )
+    if config.index is not None:
+        raise ConfigError(
+            "context_parallel: ranks would have to choose among all tokens of a context, and this model's index knows "
+            "those of one rank alone: leave it out"
+        )
     if block_size % ranks:
         raise ConfigError(
             f"context_parallel: {ranks} ranks can't share blocks of {block_size} tokens evenly: use a block_size that "
@@ -415,6 +436,13 @@ def check_stages(config: ModelShape, count: int) -> None:
         )
     if count > 1 and any(config.kv_owner(layer) != layer for layer in range(config.num_layers)):
         raise ConfigError("pipeline_parallel: the model's layers share keys and values, so stages can't: leave it out")
+    if config.index is not None:
+        stages = [stage_layers(config.num_layers, count, stage).start for stage in range(count)]
+        if cut := sorted(config.index.sharing & {*stages}):
+            raise ConfigError(
+                f"pipeline_parallel: a stage would begin with layer {cut[0]}, which attends to what the layer before "
+                "chooses: use another number of stages"
+            )
     fitting = [number for number in range(1, count + 1) if _have_the_windows(config, number)]
     if fitting[-1] != count:
         raise ConfigError(
@@ -468,7 +496,23 @@ def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> 
     mixed = max(2 * (config.query_width(layer) + config.heads(layer).width) for layer in range(config.num_layers))
     widest = max(mixed, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
-    return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
+    logits = bounds.max_sequences * config.vocab_size * FP32_BYTES
+    return activations + logits + _choice_bytes(config, bounds, itemsize)
+
+
+MOST_SCORES = 1 << 23
+"""Numbers of each kind that an index has in memory at a time: keys, scores of each head, scores of each query."""
+GATHERED_BYTES = 64 * 2**20
+"""Bytes of chosen rows that are in memory at a time."""
+
+
+def _choice_bytes(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
+    """Return the bytes of a step that chooses tokens: its index's queries and choices, and scores and rows in parts."""
+    if (index := config.index) is None:
+        return 0
+    of_token = 2 * index.heads * index.key * itemsize + index.top_k * FP32_BYTES
+    of_score = 6 * FP32_BYTES + 2 * INT64_BYTES  # keys twice, of heads, in sum, and in the order of choice
+    return bounds.max_tokens * of_token + MOST_SCORES * of_score + 2 * GATHERED_BYTES
 
 
 def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, parallel: ParallelForm = ONE_RANK) -> int:

@@ -13,6 +13,7 @@ from twostroke.model.backend import (
     HeadNorms,
     KVScales,
     LatentHeads,
+    LayerNorm,
     Linear,
     RowNorms,
 )
@@ -129,6 +130,12 @@ class CpuBackend:
     ) -> None:
         """Implement Backend.write_latents."""
         elementwise.write_latents(self.launcher, rows, norm, eps, cos_sin, kv_layer, layout)
+
+    def write_index_keys(
+        self, keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        """Implement Backend.write_index_keys."""
+        elementwise.write_index_keys(self.launcher, keys, norm, cos_sin, kv_layer, layout)
 
     def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
         """Implement Backend.make_delta_net."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model import reference
 from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
@@ -356,6 +357,7 @@ class CudaBackend:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, *places, norms, kv_scales, query_scales)
 
     write_latents = staticmethod(write_latents)
+    write_index_keys = staticmethod(reference.write_index_keys)  # torch's kernels
 
     def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
         """Implement Backend.make_delta_net with torch's kernels."""

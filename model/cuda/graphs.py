@@ -164,6 +164,8 @@ class CudaGraphSteps:
         size = next((size for size in self.sizes if size >= count), None)
         if size is None or (earlier is not None and len(earlier) > self.sizes[-1]):
             return None
+        if not self._inputs.placed.hold(batch):
+            return None
         padded = [*batch, *[batch[-1]] * (size - count)]
         placed = self._inputs.placed
         with self._inputs.next() as inputs:

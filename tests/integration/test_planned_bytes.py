@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide heads, shared keys": FAMILY_SHAPES["gemma4"] | {"sliding_window": 4 * BLOCK},
     "fewer and wider heads": FAMILY_SHAPES["gemma4_large"] | {"sliding_window": 4 * BLOCK},
     "latents, experts": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "experts": FAMILY_SHAPES["qwen3_moe"],
 }
 ITEMSIZE = 4  # fp32

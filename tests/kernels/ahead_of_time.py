@@ -167,7 +167,8 @@ def peer_sums(capability: int) -> None:
 
 
 def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
-    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128."""
+    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128; with 16
+    also in rows of V3.2's sizes, which have an index's key behind."""
     block_size = 64
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -177,6 +178,11 @@ def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
     cos_sin = empty(8192, 64, dtype=torch.float32)
     backend = CudaBackend(TARGETS[capability])
     backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
+    wide = empty(4096, 1, 1, block_size, 704)
+    backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, wide, layout)
+    backend.make_latent_attention(LatentHeads(empty(16, 128, 512), empty(16, 512, 128), 0.1))(
+        empty(1003, 16 * 192), cos_sin, wide, layout
+    )
     for heads in all_heads:
         attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
         attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from numba import carray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,6 +201,13 @@ def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> No
     for size in range(1, 65):
         captured.logits(decodes(random.Random(size), size))
     assert backend.launcher.arena.num_bytes == backend.launcher.arena.free_bytes == room
+
+
+def test_inputs_hold_contexts_up_to_the_longest() -> None:
+    inputs, rng = DecodeInputs(4, 16, BLOCK_SIZE), random.Random(2)
+    first, second = decodes(rng, 2)
+    assert inputs.hold([structs.replace(first, start=15), structs.replace(second, start=0)])
+    assert not inputs.hold([structs.replace(first, start=0), structs.replace(second, start=16)])
 
 
 @pytest.mark.parametrize("local_tokens", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])

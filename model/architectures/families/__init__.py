@@ -6,7 +6,14 @@ their tensors, and what its layers are made of, as data. ../decoder.py computes 
 
 from collections.abc import Mapping
 
-from twostroke.model.architectures.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
+from twostroke.model.architectures.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    MISTRAL4,
+)
 from twostroke.model.architectures.families.family import Family
 from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.architectures.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
@@ -33,7 +40,7 @@ _ALL = (
     *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, LLAMA4, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V32, GLM_MOE_DSA),
     *(QWEN3_NEXT, QWEN35, QWEN35_MOE),
     *WRAPPERS,
 )

@@ -11,7 +11,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
+from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, LayerNorm, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, sigmoid, store, widen
@@ -197,10 +197,11 @@ def _rope_and_write_kv(words):
 
 @Kernels
 def _write_latents(words):
-    """words: rows, KV layer, norm, cos_sin, positions, slots, rank, rotary, slots of the cache, positions, eps."""
+    """words: rows, KV layer, norm, cos_sin, positions, slots, rank, rotary, slots of the cache, positions, eps, width
+    of a row of the cache."""
     count, rank, rotary, eps = words[1], words[9], words[10], float_of_bits(np.uint32(words[13]))
     rows = carray(as_stored(words, words[3]), (count, rank + rotary))
-    cache = carray(as_stored(words, words[4]), (words[11], rank + rotary))
+    cache = carray(as_stored(words, words[4]), (words[11], words[14]))
     norm, cos_sin = carray(as_floats(words[5]), (rank,)), carray(as_floats(words[6]), (words[12], rotary))
     positions, slots = carray(as_integers(words[7]), (count,)), carray(as_integers(words[8]), (count,))
     for row in taken(words, count):
@@ -208,7 +209,36 @@ def _write_latents(words):
             continue
         place = cache[slots[row]]
         normalise(rows[row, :rank], norm, eps, place[:rank])
-        rotate(rows[row, rank:], cos_sin[positions[row]], np.float32(1), place[rank:])
+        rotate(rows[row, rank:], cos_sin[positions[row]], np.float32(1), place[rank : rank + rotary])
+
+
+@Kernels
+def _write_index_keys(words):
+    """words: keys, KV layer, weight and bias of the norm, cos_sin, positions, slots, width of a key, of a row of the
+    cache, of what turns, slots of the cache, positions, eps."""
+    count, width, row_width, rotary = words[1], words[10], words[11], words[12]
+    eps = float_of_bits(np.uint32(words[15]))
+    keys = carray(as_stored(words, words[3]), (count, width))
+    cache = carray(as_stored(words, words[4]), (words[13], row_width))
+    weight, bias = carray(as_floats(words[5]), (width,)), carray(as_floats(words[6]), (width,))
+    cos_sin = carray(as_floats(words[7]), (words[14], rotary))
+    positions, slots = carray(as_integers(words[8]), (count,)), carray(as_integers(words[9]), (count,))
+    normed = np.empty(width, np.float32)
+    for row in taken(words, count):
+        mean, square_sum = np.float32(0), np.float32(0)
+        for i in range(width):
+            mean += widen(keys[row, i])
+        mean /= np.float32(width)
+        for i in range(width):
+            normed[i] = widen(keys[row, i]) - mean
+            square_sum += normed[i] * normed[i]
+        scale = np.float32(1) / np.sqrt(square_sum / np.float32(width) + eps)
+        for i in range(width):
+            normed[i] = normed[i] * scale * weight[i] + bias[i]
+        place = cache[slots[row], row_width - width :]
+        for i in range(width - rotary):
+            store(place, i, normed[i])
+        rotate(normed[width - rotary :], cos_sin[positions[row]], np.float32(1), place[width - rotary :])
 
 
 @Kernels
@@ -407,7 +437,22 @@ def write_latents(
         count,
         grain(width),
         *(rows, kv_layer, norm, cos_sin, layout.positions, layout.slots),
-        *(rank, width - rank, num_slots, cos_sin.shape[0], eps),
+        *(rank, width - rank, num_slots, cos_sin.shape[0], eps, kv_layer.shape[4]),
+    )
+
+
+def write_index_keys(
+    launcher: Launcher, keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+) -> None:
+    """Implement Backend.write_index_keys."""
+    count, width = keys.shape
+    num_slots, (places, rotary) = kv_layer.shape[0] * kv_layer.shape[3], cos_sin.shape
+    launcher.run(
+        _write_index_keys.of(keys.dtype),
+        count,
+        grain(width),
+        *(keys, kv_layer, norm.weight, norm.bias, cos_sin, layout.positions, layout.slots),
+        *(width, kv_layer.shape[4], rotary, num_slots, places, norm.eps),
     )
 
 

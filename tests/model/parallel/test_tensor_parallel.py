@@ -62,6 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chunks, stacked experts whose input is scaled": FAMILY_SHAPES["llama4"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "delta nets": FAMILY_SHAPES["qwen3_5"]
     | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
@@ -493,7 +494,7 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
     decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
     config = EngineConfig(Path(), parallel=ParallelForm(2, 2), bounds=StepBounds(16, 4), staging_bytes=7)
     try:
-        found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
+        found = measure_gpu(decoder, None, cache, config, 64, 64, SingleRank())
     finally:
         gc.enable()
     assert done == ["16 tokens", "16 tokens", "measured"]
