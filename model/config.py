@@ -6,6 +6,7 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.model.architectures.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
 
 STATE_BLOCK_STEP = 16
@@ -114,48 +115,6 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
-    """Gated delta nets (Yang et al. 2024, "Gated Delta Networks"), in numbers.
-
-    A layer keeps for each value head a matrix [key, value], and the last inputs of a convolution over its tokens. The
-    heads are shared out among KV heads, as the blocks are that hold the states.
-    """
-
-    key_heads: int  # of queries, and of keys
-    value_heads: int
-    key: int  # of a head's queries and keys
-    value: int  # of a head
-    taps: int  # tokens that the convolution sees, the last one included
-
-    @property
-    def key_width(self) -> int:
-        """Width of a token's queries, and of its keys."""
-        return self.key_heads * self.key
-
-    @property
-    def value_width(self) -> int:
-        return self.value_heads * self.value
-
-    @property
-    def conv_width(self) -> int:
-        """Width of what the convolution takes: queries, keys, values."""
-        return 2 * self.key_width + self.value_width
-
-    def numbers_in(self, kind: int, kv_heads: int) -> int:
-        """Return the numbers of one KV head's share in a block's part of the first or the second kind.
-
-        Half of each matrix lies in either. The convolution's inputs are queries and keys in the first, values in the
-        second; there the number of tokens that the state has seen is the last.
-        """
-        width = (2 * self.key_width, self.value_width)[kind] // kv_heads
-        return self.matrix_numbers_in(kv_heads) + (self.taps - 1) * width + kind
-
-    def matrix_numbers_in(self, kv_heads: int) -> int:
-        """Return those of `numbers_in` that are of matrices, which are the first."""
-        return self.value_heads // kv_heads * (self.key // 2) * self.value
-
-
-@dataclass(frozen=True)
 class DeltaSpec:
     """Parts of a layer that is a gated delta net, by their names within it. Its output's projection is `output`."""
 
@@ -169,6 +128,35 @@ class DeltaSpec:
     norm: str  # of a value head's output; it is no norm that adds one
     output: Projection
     by_key_heads: bool = False  # qkv and gate are one tensor, beta and decay another, each key head's rows together
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Parts of a layer that is of Mamba-2, by their names within it."""
+
+    inputs: Projection  # gates and x of all heads, B and C of all groups, steps of all heads, one behind the other
+    conv: str  # [conv width, 1, taps]
+    conv_bias: str | None  # [conv width]
+    decay_log: str  # [heads]
+    skip: str  # [heads]
+    step_bias: str  # [heads]
+    norm: str  # of each group's results
+    output: Projection
+    norm_eps: float
+    step_limits: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """Parts of a layer that is a gated short convolution, by their names within it."""
+
+    inputs: Projection  # B, C, x
+    conv: str  # [channels, 1, taps]
+    conv_bias: str | None  # [channels]
+    output: Projection
+
+
+StateSpec = DeltaSpec | MambaSpec | ConvolutionSpec
 
 
 @dataclass(frozen=True)
@@ -259,7 +247,7 @@ class LayerSpec:
     latent: LatentSpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
     gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
-    delta: DeltaSpec | None = None  # instead of attention, in `ModelShape.state_layers`
+    state: StateSpec | None = None  # instead of attention, where `ModelShape.keeps_state`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
 
 
@@ -304,7 +292,7 @@ class ModelShape:
     # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
     windows: tuple[int, ...] = ()
     latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
-    state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
+    state: StateSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
 
     def keeps_state(self, layer: int) -> bool:
         """Return True if the layer keeps a state instead of keys and values."""

@@ -16,6 +16,7 @@ from twostroke.model.backend import (
     AttentionForm,
     Chosen,
     ExpertWeights,
+    GroupNorm,
     HeadNorms,
     KVScales,
     LatentHeads,
@@ -70,6 +71,21 @@ def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
 def _queries_and_keys(qkv: Tensor, norms: RowNorms) -> tuple[Tensor, Tensor]:
     q, k, _ = qkv.tensor_split((len(norms.q), len(norms.q) + len(norms.k)), dim=1)
     return q, k
+
+
+def group_square_sums(x: Tensor, norm: GroupNorm) -> Tensor:
+    """fp32 [T, width] -> [T, norm.columns]: of each group, 0 for groups of other ranks."""
+    sums = x.new_zeros((len(x), norm.columns))
+    own = slice(norm.first, norm.first + norm.own_groups)
+    sums[:, own] = x.view(len(x), norm.own_groups, -1).square().sum(2)
+    return sums
+
+
+def norm_groups(x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
+    """fp32 [T, width] normalised by the sums over all ranks (Zhang & Sennrich 2019), rounded once, to `dtype`."""
+    sums = square_sums[:, norm.first : norm.first + norm.own_groups, None]
+    normal = x.view(len(x), norm.own_groups, -1) * (sums / norm.size + norm.eps).rsqrt()
+    return (normal.view(x.shape) * norm.weight).to(dtype)
 
 
 def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:

@@ -1,5 +1,5 @@
-"""The decoder of all families, over loaded weights: layers of grouped-query attention, of attention to latents, or of
-gated delta nets, and a gated MLP, or experts, with norms before each of them, or behind, or both.
+"""The decoder of all families, over loaded weights: layers of grouped-query attention, of attention to latents, or with
+a state (states.py), and an MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights and activations share one dtype, which is the cache's, too, unless that is FP8; norms, rotation and attention
@@ -8,12 +8,22 @@ accumulate in fp32 inside the backend, and norms' weights are fp32, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.delta_net import DeltaNet
-from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
+from twostroke.model.architectures.states import StateMixer
+from twostroke.model.backend import (
+    AttentionForm,
+    Backend,
+    Experts,
+    GroupNorm,
+    HeadNorms,
+    LatentAttention,
+    Linear,
+    RowNorms,
+)
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import ModelConfig, Routing
 from twostroke.model.costs.sizes import num_active_parameters
@@ -56,12 +66,16 @@ class RoutedWeights:
     shared_gate: Linear | None  # hidden -> 1: of the MLP beside
 
 
+Mixer = Linear | LatentWeights | StateMixer[Any]
+"""What mixes a layer's tokens: the projection to queries, keys and values, or to latents, or a layer with a state."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer; q, k, v are fused by rows. Norms are fp32."""
 
     input_norm: Tensor | None  # [hidden]; None: none
-    qkv: Linear | LatentWeights | DeltaNet  # hidden -> (H + 2 G) D of this rank
+    qkv: Mixer  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
     mlp_norm: Tensor | None  # [hidden]
     mlp: MlpWeights | None  # None: experts alone
@@ -217,7 +231,7 @@ class Decoder:
             layout = layouts[self._groups.of_layer[index]]
             kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
             gate = None if layer.output_gate is None else layer.output_gate(x)
-            if isinstance(layer.qkv, DeltaNet):
+            if isinstance(layer.qkv, StateMixer):
                 q = layer.qkv(x, kv_layer, layout)
             else:
                 q = self._write_kv(x, layer, layer.qkv, kv_layer, layout)
@@ -230,8 +244,8 @@ class Decoder:
                 q, residual = q[needed.rows], residual[needed.rows]
                 gate = None if gate is None else gate[needed.rows]
                 layout = layout.of_last_tokens(needed)
-            if isinstance(layer.qkv, DeltaNet):
-                x = q
+            if isinstance(layer.qkv, StateMixer):
+                x = q if layer.qkv.norm is None else self._norm_groups(q, layer.qkv.norm)
             elif isinstance(layer.qkv, LatentWeights):
                 x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
             else:
@@ -263,6 +277,13 @@ class Decoder:
         return backend.rope_and_write_kv(
             qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales, layer.query_scales
         )
+
+    def _norm_groups(self, x: Tensor, norm: GroupNorm) -> Tensor:
+        """Normalise groups of fp32 rows, of which the ranks may have parts."""
+        square_sums = self._backend.group_square_sums(x, norm)
+        if norm.shared_groups:
+            square_sums = self._parallel.all_reduce(square_sums)
+        return self._backend.norm_groups(x, square_sums, norm, self._weights.dtype)
 
     def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
         """Return the output of MLP and experts, this rank's summand or, with True, the whole sum."""

@@ -1,7 +1,6 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,10 +10,10 @@ from twostroke.model.architectures.decoder import (
     EndWeights,
     LatentWeights,
     LayerWeights,
+    Mixer,
     MlpWeights,
     RoutedWeights,
 )
-from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.architectures.rope import cos_sin_table, head_order, query_scale_table
 from twostroke.model.backend import (
     AS_THEY_ARE,
@@ -29,11 +28,10 @@ from twostroke.model.backend import (
     RowNorms,
 )
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other
+from twostroke.model.checkpoint.state_weights import StateLoader
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import (
-    DeltaSizes,
-    DeltaSpec,
     ExpertsSpec,
     LatentSizes,
     LatentSpec,
@@ -45,9 +43,9 @@ from twostroke.model.config import (
 from twostroke.model.costs.sizes import head_name, of_expert, of_lm_head
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
-from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
+from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage, of_heads, shifted
 
-_Weight = Tensor | QuantizedWeight
+Weight = Tensor | QuantizedWeight
 
 
 def load_decoder_weights(
@@ -66,7 +64,7 @@ def load_decoder_weights(
     return _DecoderLoader(checkpoint, config, options, backend, shard, context_parts).load(stage)
 
 
-class _RankTensors:
+class RankTensors:
     """Reads a checkpoint's tensors as one rank holds them: on its device, in its dtype, as projections."""
 
     def __init__(
@@ -80,14 +78,14 @@ class _RankTensors:
         order = head_order(config.rope, config.rotary_dim)
         self.orders = {} if order is None else _orders(config, order)
 
-    def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> _Weight:
+    def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Weight:
         """Return a weight in the checkpoint's form, or dequantised where the setting asks for another form."""
         found = self._checkpoint.weight(name, rows, columns)
         if isinstance(found, Tensor):
             return found.to(device=self.device, dtype=self.dtype).contiguous()
         return found.to(self.device) if self.quantization == "auto" else self.plain(found).to(self.device)
 
-    def plain(self, weight: _Weight) -> Tensor:
+    def plain(self, weight: Weight) -> Tensor:
         """Return a weight without quantisation."""
         return weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
 
@@ -108,7 +106,7 @@ class _RankTensors:
         held = found.to(self.device)
         return self.linear(held, None) if self.quantization == "auto" else self.plain(held)
 
-    def linear(self, weight: _Weight, bias: Tensor | None, quantization: Quantization | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, quantization: Quantization | None = None) -> Linear:
         return self._backend.make_linear(weight, bias, quantization or self.quantization, self.dtype)
 
     def by_rows(self, prefix: str, parts: dict[Projection, slice]) -> Linear:
@@ -121,7 +119,7 @@ class _RankTensors:
         ]
         return self.linear(self.together(weights), torch.cat(biases) if biases else None)
 
-    def together(self, weights: Sequence[_Weight]) -> _Weight:
+    def together(self, weights: Sequence[Weight]) -> Weight:
         """Return weights one below the other, quantised where their forms allow it."""
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         together = one_below_the_other(quantized) if len(quantized) == len(weights) else None
@@ -138,13 +136,13 @@ class _RankTensors:
         bias = self.kept(f"{prefix}{part.name}.bias") if part.has_bias else None
         return self.linear(self.weight(f"{prefix}{part.name}.weight"), bias, "none")
 
-    def rows(self, prefix: str, part: Projection, rows: slice) -> _Weight:
+    def rows(self, prefix: str, part: Projection, rows: slice) -> Weight:
         """Return this rank's rows, in the order in which kernels rotate them."""
         if part not in self.orders:
             return self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
         return self.at_places(prefix, part, rows, in_order(torch.arange(rows.stop - rows.start), self.orders[part]))
 
-    def at_places(self, prefix: str, part: Projection, rows: slice, places: Tensor) -> _Weight:
+    def at_places(self, prefix: str, part: Projection, rows: slice, places: Tensor) -> Weight:
         """Return the rows that are at these places among `rows`."""
         found = self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
         return found[places] if isinstance(found, Tensor) else found.rows(places)
@@ -168,7 +166,7 @@ class _DecoderLoader:
         self._backend = backend
         self._shard = shard
         self._context_parts = context_parts
-        self._tensors = _RankTensors(checkpoint, config, options, backend, shard)
+        self._tensors = RankTensors(checkpoint, config, options, backend, shard)
         self._experts = _ExpertsLoader(checkpoint, options, shard)
         self._order = head_order(config.rope, config.rotary_dim)
         self._heads = shard.part(config.num_heads)
@@ -209,14 +207,12 @@ class _DecoderLoader:
             query_scales=self._query_scales if index in config.scaled_layers else None,
         )
 
-    def _mixer(self, index: int, prefix: str) -> tuple[Linear | LatentWeights | DeltaNet, Linear, Linear | None]:
+    def _mixer(self, index: int, prefix: str) -> tuple[Mixer, Linear, Linear | None]:
         """Return what mixes a layer's tokens, the projection of its result, and the gate of that result, if any."""
         config, parts, tensors = self._config, self._config.spec.layer, self._tensors
-        if parts.delta is not None and config.state is not None and config.keeps_state(index):
-            sizes = _of_rank(config.state, self._shard)
-            columns = of_heads(self._shard.part(config.state.value_heads), sizes.value)
-            output = tensors.by_columns(prefix, parts.delta.output, columns)
-            return self._backend.make_delta_net(self._delta(prefix, parts.delta, sizes)), output, None
+        if parts.state is not None and config.state is not None and config.keeps_state(index):
+            loader = StateLoader(tensors, config.state, self._shard, self._backend.state_kernels)
+            return *loader.mixer(prefix, parts.state, config.rms_norm_eps), None
         if parts.latent is not None and config.latent is not None:
             mixed = of_heads(self._heads, config.latent.value)
             return (
@@ -243,50 +239,6 @@ class _DecoderLoader:
         return tensors.linear(tensors.together([q, k, v]), None), tensors.linear(
             tensors.at_places(prefix, parts.q, rows, gates), None
         )
-
-    def _delta(self, prefix: str, parts: DeltaSpec, sizes: DeltaSizes) -> DeltaWeights:
-        """Return the weights of a gated delta net's heads of this rank, whose sizes these are."""
-        config, tensors, shard, whole = self._config, self._tensors, self._shard, self._config.state
-        assert whole is not None
-        key_heads, value_heads = shard.part(whole.key_heads), shard.part(whole.value_heads)
-        keys, values = of_heads(key_heads, sizes.key), of_heads(value_heads, sizes.value)
-        if parts.by_key_heads:
-            each = sizes.value_heads // sizes.key_heads
-            inputs = self._by_key_heads(prefix, parts.qkv, key_heads, [sizes.key, sizes.key, *[each * sizes.value] * 2])
-            strengths = self._by_key_heads(prefix, parts.beta, key_heads, [each, each])
-        else:
-            first = 0, whole.key_width, 2 * whole.key_width
-            inputs = [
-                *(
-                    tensors.rows(prefix, replace(parts.qkv, first_row=row), part)
-                    for row, part in zip(first, (keys, keys, values), strict=True)
-                ),
-                tensors.rows(prefix, parts.gate, values),
-            ]
-            strengths = [tensors.rows(prefix, part, value_heads) for part in (parts.beta, parts.decay)]
-        convolved = (keys, shifted(keys, whole.key_width), shifted(values, 2 * whole.key_width))
-        conv = torch.cat([tensors.kept(f"{prefix}{parts.conv}", rows, torch.float32)[:, 0] for rows in convolved])
-
-        def of_value_heads(name: str) -> Tensor:
-            return tensors.kept(f"{prefix}{name}", value_heads, torch.float32)
-
-        return DeltaWeights(
-            inputs=tensors.linear(tensors.together(inputs), None),
-            strengths=tensors.linear(tensors.plain(tensors.together(strengths)), None, "none"),
-            conv=conv,
-            decay=of_value_heads(parts.decay_log).exp(),
-            decay_bias=of_value_heads(parts.decay_bias),
-            norm=tensors.kept(f"{prefix}{parts.norm}.weight", dtype=torch.float32),
-            eps=config.rms_norm_eps,
-            sizes=sizes,
-        )
-
-    def _by_key_heads(self, prefix: str, part: Projection, heads: slice, widths: Sequence[int]) -> list[_Weight]:
-        """Return parts of a projection whose rows are, key head by key head, so many of each part."""
-        rows = of_heads(heads, sum(widths))
-        of_head = torch.arange(rows.stop - rows.start).view(-1, sum(widths))
-        places = torch.cat([some.reshape(-1) for some in torch.split(of_head, list(widths), dim=1)])
-        return [self._tensors.at_places(prefix, part, rows, places)]
 
     def _ends(self) -> EndWeights:
         """Return the embedding, the final norm and the LM head, the tables for this rank's part of the vocabulary."""
@@ -380,21 +332,6 @@ class _DecoderLoader:
         return RowNorms(q, k, self._shard.size, self._config.rms_norm_eps)
 
 
-def of_heads(heads: slice, width: int) -> slice:
-    """Return the rows, or columns, of these heads, each of which has `width`."""
-    return slice(heads.start * width, heads.stop * width)
-
-
-def shifted(rows: slice, first: int) -> slice:
-    """Return rows that begin behind `first` others."""
-    return slice(first + rows.start, first + rows.stop)
-
-
-def _of_rank(sizes: DeltaSizes, shard: Shard) -> DeltaSizes:
-    """Return the heads of one rank."""
-    return replace(sizes, key_heads=sizes.key_heads // shard.size, value_heads=sizes.value_heads // shard.size)
-
-
 def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
     """Return rows of heads with those of each head in this order."""
     return rows if of_head is None else rows.view(-1, len(of_head), *rows.shape[1:])[:, of_head].reshape(rows.shape)
@@ -459,13 +396,13 @@ class _ExpertsLoader:
             places,
         )
 
-    def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
+    def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[Weight], Weight]:
         """Gate and up, and down, of tensors of their own."""
         gate, up, down = (f"{prefix}{of_expert(part, expert).name}.weight" for part in (spec.gate, spec.up, spec.down))
         of_down = self._checkpoint.weight(down, columns=inner)
         return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
 
-    def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
+    def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[Weight], Weight]:
         """Return weights as `_of_one`, from tensors that stack all experts."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
@@ -482,7 +419,7 @@ class _ExpertsLoader:
         found = self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
         return torch.cat([found, *[found[:1]] * spare])
 
-    def _together(self, weights: Sequence[_Weight]) -> _Weight:
+    def _together(self, weights: Sequence[Weight]) -> Weight:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         if len(quantized) == len(weights) and self._options.quantization == "auto":
             together = one_below_the_other(quantized)

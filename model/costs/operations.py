@@ -6,11 +6,13 @@ number of a query and key, and of a weight and value. Sums over all layers; an e
 products is taken to be in one of their kernels, so that norms alone stand for themselves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.config import DeltaSizes, ModelConfig, ModelShape, Quantization
+from twostroke.model.architectures.state_sizes import StateSizes
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
 from twostroke.protocol.kv_layout import mean_seen
 
@@ -236,7 +238,7 @@ def _operations(
 
 def _state_operations(
     shape: ModelShape,
-    state: DeltaSizes,
+    state: StateSizes,
     formats: NumberFormats,
     tokens: int,
     layers: int,
@@ -245,13 +247,12 @@ def _state_operations(
 ) -> list[Operation]:
     """Return the operations of layers that keep a state, `rows` of which go through their outputs' projections.
 
-    A token multiplies each number of a state for the key's value, for the update, and for the query's (Yang et al.
-    2024, eq. 10). Each sequence's states are read once and written once.
+    Of a delta net a token multiplies each number for the key's value, for the update, and for the query's (Yang et al.
+    2024, eq. 10), of Mamba-2 for the last two. Each sequence's states are read once and written once.
     """
-    inputs = shape.hidden_size * (state.conv_width + state.value_width + 2 * state.value_heads)
-    output, around = shape.hidden_size * state.value_width, formats.attention_weight(shape)
-    matrices = state.value_heads * state.key * state.value
-    width = state.conv_width + 2 * state.value_width
+    inputs, output = shape.hidden_size * state.input_width, shape.hidden_size * state.output_width
+    matrices, around = math.prod(state.matrix), formats.attention_weight(shape)
+    width = state.conv_width + 2 * state.output_width
     return [
         Operation(
             "states' inputs",
@@ -263,7 +264,7 @@ def _state_operations(
         Operation(
             "states",
             "attention",
-            6.0 * tokens * layers * matrices,
+            2.0 * state.products * tokens * layers * matrices,
             kv_bytes=2.0 * FP32_BYTES * sequences * layers * (matrices + state.conv_width * (state.taps - 1)),
             activation_bytes=formats.itemsize * tokens * layers * width,
         ),
@@ -272,7 +273,7 @@ def _state_operations(
             "product",
             2.0 * rows * output,
             weight_bytes=around * layers * output,
-            activation_bytes=formats.itemsize * rows * (state.value_width + shape.hidden_size),
+            activation_bytes=formats.itemsize * rows * (state.output_width + shape.hidden_size),
         ),
     ]
 

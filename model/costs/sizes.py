@@ -8,12 +8,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from twostroke.model.architectures.state_sizes import DeltaSizes, StateSizes
 from twostroke.model.config import (
+    DeltaSpec,
     ExpertsSpec,
+    MambaSpec,
     ModelConfig,
     ModelShape,
     Projection,
     Quantization,
+    StateSpec,
     WeightForm,
 )
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
@@ -65,7 +69,7 @@ def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, .
     layer, hidden = config.spec.layer, config.hidden_size
     of_layer = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
     if config.keeps_state(index):
-        return {f"{norm}.weight": (hidden,) for norm in of_layer if norm is not None} | _delta_shapes(config)
+        return {f"{norm}.weight": (hidden,) for norm in of_layer if norm is not None} | _state_shapes(config)
     norms = (
         *((norm, hidden) for norm in of_layer),
         *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
@@ -79,28 +83,37 @@ def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, .
     return shapes | _shapes_of(_attention_projections(config))
 
 
-def _delta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's gated delta net."""
-    parts, sizes, hidden = config.spec.layer.delta, config.state, config.hidden_size
+def _state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer that keeps a state."""
+    parts, sizes, hidden = config.spec.layer.state, config.state, config.hidden_size
     if parts is None or sizes is None:
         return {}
-    heads, both = sizes.value_heads, sizes.conv_width + sizes.value_width
-    rows = (
-        [(parts.qkv, both, hidden), (parts.beta, 2 * heads, hidden)]
-        if parts.by_key_heads
-        else [
-            (parts.qkv, sizes.conv_width, hidden),
-            (parts.gate, sizes.value_width, hidden),
-            (parts.beta, heads, hidden),
-            (parts.decay, heads, hidden),
-        ]
-    )
-    return _shapes_of([*rows, (parts.output, hidden, sizes.value_width)]) | {
-        parts.conv: (sizes.conv_width, 1, sizes.taps),
-        parts.decay_log: (heads,),
-        parts.decay_bias: (heads,),
-        f"{parts.norm}.weight": (sizes.value,),
-    }
+    shapes = _shapes_of([*_state_projections(parts, sizes, hidden), (parts.output, hidden, sizes.output_width)])
+    shapes[parts.conv] = (sizes.conv_width, 1, sizes.taps)
+    if isinstance(parts, DeltaSpec) and isinstance(sizes, DeltaSizes):
+        shapes |= dict.fromkeys((parts.decay_log, parts.decay_bias), (sizes.value_heads,))
+        return shapes | {f"{parts.norm}.weight": (sizes.value,)}
+    if not isinstance(parts, DeltaSpec) and parts.conv_bias is not None:
+        shapes[parts.conv_bias] = (sizes.conv_width,)
+    if isinstance(parts, MambaSpec):
+        shapes |= dict.fromkeys((parts.decay_log, parts.skip, parts.step_bias), (sizes.matrix[0],))
+        shapes[f"{parts.norm}.weight"] = (sizes.output_width,)
+    return shapes
+
+
+def _state_projections(parts: StateSpec, sizes: StateSizes, hidden: int) -> list[tuple[Projection, int, int]]:
+    """Return the projections of such a layer's input, with rows and columns."""
+    if not isinstance(parts, DeltaSpec):
+        return [(parts.inputs, sizes.input_width, hidden)]
+    heads, width = sizes.matrix[0], sizes.output_width
+    if parts.by_key_heads:
+        return [(parts.qkv, sizes.conv_width + width, hidden), (parts.beta, 2 * heads, hidden)]
+    return [
+        (parts.qkv, sizes.conv_width, hidden),
+        (parts.gate, width, hidden),
+        (parts.beta, heads, hidden),
+        (parts.decay, heads, hidden),
+    ]
 
 
 def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
@@ -248,10 +261,9 @@ def weight_bytes(
     fused = {part.name: parts for parts in together for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
-    conv = None
-    if layer.delta is not None:
-        whole |= {layer.delta.beta.name, layer.delta.decay.name}
-        conv = layer.delta.conv
+    conv = None if layer.state is None else layer.state.conv
+    if isinstance(layer.state, DeltaSpec):
+        whole |= {layer.state.beta.name, layer.state.decay.name}
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
         number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
@@ -306,11 +318,11 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
         )
 
     dimensions = 3 if stored.method == "mxfp4" else 2
-    delta = config.spec.layer.delta
+    state = config.spec.layer.state
     weights = (
         name
         for name, shape in expected_shapes(config)
-        if len(shape) == dimensions and (delta is None or not name.endswith(delta.conv))
+        if len(shape) == dimensions and (state is None or not name.endswith(state.conv))
     )
     table = f"{config.spec.embedding}.weight"
     return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
@@ -344,8 +356,8 @@ def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
-    elif config.state is not None and (size > config.num_kv_heads or config.state.key_heads % size):
-        fault = f"its state's {config.state.key_heads} key heads, of which each KV head's are on one rank"
+    elif config.state is not None and (size > config.num_kv_heads or not config.state.can_be_shared_by(size)):
+        fault = "its states, of which each KV head's and each group's part is on one rank"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
     elif has_whole_experts and config.num_experts < size:

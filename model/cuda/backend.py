@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
+from twostroke.model import reference
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -357,9 +357,10 @@ class CudaBackend:
 
     write_latents = staticmethod(write_latents)
 
-    def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
-        """Implement Backend.make_delta_net with torch's kernels."""
-        return DeltaNet(weights)
+    state_kernels = None  # torch's kernels compute layers that keep a state
+
+    group_square_sums = staticmethod(reference.group_square_sums)
+    norm_groups = staticmethod(reference.norm_groups)
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows."""

@@ -11,6 +11,7 @@ from twostroke.model.architectures.families.family import Family
 from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
 from twostroke.model.architectures.families.gpt_oss import GPT_OSS
+from twostroke.model.architectures.families.hybrids.qwen import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from twostroke.model.architectures.families.llama import (
     GRANITE,
     LLAMA,
@@ -25,7 +26,6 @@ from twostroke.model.architectures.families.llama import (
 from twostroke.model.architectures.families.llama4 import LLAMA4
 from twostroke.model.architectures.families.olmo import OLMO2, OLMO3, OLMOE
 from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from twostroke.model.architectures.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from twostroke.model.architectures.families.wrappers import WRAPPERS
 
 _ALL = (

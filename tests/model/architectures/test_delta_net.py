@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.architectures.delta_net import CHUNK, DeltaNet, DeltaWeights, delta_rule
+from twostroke.model.architectures.state_sizes import DeltaSizes
 from twostroke.model.batch import BatchLayout, make_layout
-from twostroke.model.config import DeltaSizes
-from twostroke.model.cpu.backend import CpuDeltaNet
+from twostroke.model.cpu.backend import CpuStates
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.step import SequenceStep
 
@@ -137,7 +137,7 @@ def test_a_state_that_has_seen_other_tokens_gives_no_number(net: DeltaNet, count
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernel_of_cpus_computes_single_tokens_as_torch_does(net: DeltaNet, dtype: torch.dtype) -> None:
     lengths, generator = (0, 1, 7, 8, 13, 16), torch.Generator().manual_seed(5)
-    ours, theirs = CpuDeltaNet(random_weights(), Launcher()), cache(3 * len(lengths), dtype)
+    ours, theirs = DeltaNet(random_weights(), CpuStates(Launcher())), cache(3 * len(lengths), dtype)
     sequences = [(length, 1, [3 * index, 3 * index + 1, 3 * index + 2]) for index, length in enumerate(lengths)]
     for length, _, table in sequences:
         if length:
