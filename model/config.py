@@ -212,6 +212,7 @@ class ExpertsSpec:
     # One tensor of all experts [number, in, out], `.weight` left out; columns of gate and up take turns, where
     # `up.first_row` does not say where the latter begin.
     are_stacked: bool = False
+    stacks_rows: bool = False  # such tensors are [number, out, in]
     scales_input: bool = False  # the one chosen expert's input is multiplied by its score's sigmoid, not its result
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside

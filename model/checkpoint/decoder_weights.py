@@ -409,6 +409,8 @@ class _ExpertsLoader:
             for part in (spec.gate, spec.down)
         )
         rows = _columns(spec, inner)
+        if spec.stacks_rows and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return [gate_up[0][rows]], down[0][:, inner]
         return (
             [gate_up[0].T[rows] if isinstance(gate_up, Tensor) else gate_up.rows(rows)],
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),

@@ -144,7 +144,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.are_stacked:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes[part.name] = count, columns, rows
+            shapes[part.name] = (count, rows, columns) if spec.stacks_rows else (count, columns, rows)
             if part.has_bias:
                 shapes[f"{part.name}_bias"] = count, rows
         return shapes
@@ -283,7 +283,8 @@ def weight_bytes(
             form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
         elif len(shape) == 3 and name_in_layer != conv:
-            form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
+            rows, columns = shape[1:] if experts is not None and experts.stacks_rows else shape[:0:-1]
+            form, shape = form_of(quantization, form), (shape[0] * rows, columns)
         found = tensor_bytes(shape, itemsize, form)
         total[stage] += found
         of_experts[stage] += found if name_in_layer in each else 0

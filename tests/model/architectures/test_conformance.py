@@ -61,6 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SEEDS = {
     "mistral_window": 1,
     "olmo3": 1,
+    "granite4_dense": 2,
     "gqa": 3,
     "mqa": 3,
     "tied": 3,
@@ -93,6 +94,14 @@ DELTA: dict[str, Any] = {
     **{"num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 2, "partial_rotary_factor": 0.25},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+MAMBA: dict[str, Any] = {
+    **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 1, "mamba_expand": 1},
+}
+GRANITE4: dict[str, Any] = MAMBA | {
+    **{"layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 40},
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 2.0},
 }
 LLAMA4: dict[str, Any] = {
     **{"head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 5, "intermediate_size": 40},
@@ -278,6 +287,55 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=20,
         shared_expert_intermediate_size=24,
+    ),
+    "granite4": family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        **GRANITE4,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        position_embedding_type="nope",
+    ),
+    "granite4_dense": family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        **GRANITE4 | {"mamba_n_groups": 4, "mamba_conv_bias": False},
+        num_local_experts=0,
+        position_embedding_type="rope",
+    ),
+    "granite4_attention": family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        **GRANITE4 | {"layer_types": ["attention"] * 4},
+        num_local_experts=0,
+        position_embedding_type="rope",
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "bamba": family("bamba", "Bamba", **MAMBA, attn_layer_indices=[1]),
+    "lfm2": family(
+        "lfm2",
+        "Lfm2",
+        num_hidden_layers=4,
+        full_attn_idxs=[1],
+        conv_bias=True,
+        conv_L_cache=4,
+        block_ff_dim=60,
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.2,
+        tie_embedding=True,
+    ),
+    "lfm2_moe": family(
+        "lfm2_moe",
+        "Lfm2Moe",
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", F, "conv"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        routed_scaling_factor=1.7,
+        norm_eps=1e-5,
     ),
     "llama4": family(
         "llama4_text",
