@@ -162,7 +162,7 @@ class ExpertWeights:
     """Weights of this rank's experts of a layer, or of its part of each, stacked; inputs are in order."""
 
     number: int
-    gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up
+    gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up; [number * I, hidden]
     down: "Tensor | QuantizedWeight"  # [number * hidden, I]
     gate_up_bias: Tensor | None  # [number, 2 I]
     down_bias: Tensor | None  # [number, hidden]
@@ -315,7 +315,8 @@ class Backend(Protocol):
         given has this rank's tokens of each block, and layouts say which these are; all ranks call it together."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        """Return activation(gate) * up, [T, I], of the products [T, 2 I] of x and `gate_up`, gate first."""
+        """Return activation(gate) * up, [T, I], of the products [T, 2 I] of x and `gate_up`, gate first; or relu^2 of
+        products [T, I] that have no gate."""
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
         """Return `down` of what `gated` makes of x."""

@@ -43,10 +43,12 @@ class StoredQuantization:
     zero_shift: int = 0  # gptq: what is added to its zero points
 
 
-Activation = Literal["silu", "gelu_tanh", "clamped"]
+GatedActivation = Literal["silu", "gelu_tanh", "clamped"]
 """Activation of an MLP's gate. `gelu_tanh` is GELU approximated with tanh. `clamped` is gpt-oss's: with g the gate
 clamped to GLU_LIMIT from above, and u the up clamped to it on both sides, g sigmoid(GLU_ALPHA g) (u + 1)."""
 GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
+Activation = Literal[GatedActivation, "relu2"]
+"""Activation of an MLP. `relu2` is that of an MLP without a gate: the square of what is positive."""
 
 PrefillKernel = Literal["plain", "fa3"]
 """Kernel of prefill attention on GPUs: `plain` is ours, `fa3` FlashAttention-3."""
@@ -172,9 +174,9 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP that all tokens take."""
+    """An MLP that all tokens take."""
 
-    gate: Projection
+    gate: Projection | None  # None: it has no gate
     up: Projection
     down: Projection
     size: int  # features between
@@ -206,8 +208,8 @@ class ExpertsSpec:
     routing: Routing
     size: int  # features between, of each expert
     router: Projection
-    gate: Projection  # `*` in a name stands for the expert's number
-    up: Projection
+    gate: Projection | None  # None: they have no gates
+    up: Projection  # `*` in a name stands for the expert's number
     down: Projection
     # One tensor of all experts [number, in, out], `.weight` left out; columns of gate and up take turns, where
     # `up.first_row` does not say where the latter begin.
@@ -233,7 +235,7 @@ class LayerSpec:
     v: Projection
     output: Projection
     mlp_norm: str | None
-    gate: Projection
+    gate: Projection | None  # None: the MLP has no gate
     up: Projection
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
@@ -386,10 +388,19 @@ class ModelConfig(ModelShape):
     logits_cap: float = 0.0  # as `soft_cap`, of logits
     stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
     dense_layers: frozenset[int] = frozenset()  # that have an MLP where the others have experts
+    # Of each layer the numbers that the checkpoint has for its attention or state and for its MLP or experts, None where
+    # it has neither of these; (): both are the layer's own.
+    numbers: tuple[tuple[int, int | None], ...] = ()
+
+    def prefixes(self, layer: int) -> tuple[str, str | None]:
+        """Return what the names of a layer's tensors begin with, as `numbers`."""
+        first, second = self.numbers[layer] if self.numbers else (layer, layer)
+        layers = self.spec.layers
+        return f"{layers}.{first}.", None if second is None else f"{layers}.{second}."
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """None: this layer has no experts."""
-        return None if layer in self.dense_layers else self.spec.layer.experts
+        return None if layer in self.dense_layers or self.prefixes(layer)[1] is None else self.spec.layer.experts
 
     @property
     def expert_share(self) -> float:
@@ -403,6 +414,8 @@ class ModelConfig(ModelShape):
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
+        if self.prefixes(layer)[1] is None:
+            return None
         return MlpSpec(spec.gate, spec.up, spec.down, self.intermediate_size) if experts is None else experts.shared
 
     @property

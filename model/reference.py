@@ -259,7 +259,12 @@ def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016)."""
+    """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016).
+
+    Without gates, [T, I] -> relu^2 [T, I] (So et al. 2021, "Primer").
+    """
+    if activation == "relu2":
+        return gate_up.float().relu().square().to(gate_up.dtype)
     gates, up = gate_up.float().chunk(2, dim=-1)
     match activation:
         case "silu":

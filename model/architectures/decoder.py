@@ -48,9 +48,9 @@ class LatentWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """A gated MLP; gate and up are fused by rows."""
+    """An MLP; gate and up are fused by rows."""
 
-    gate_up: Linear  # hidden -> 2 I
+    gate_up: Linear  # hidden -> 2 I, or I where there is no gate
     down: Linear  # I -> hidden: this rank's summand
 
 
@@ -78,7 +78,7 @@ class LayerWeights:
     qkv: Mixer  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
     mlp_norm: Tensor | None  # [hidden]
-    mlp: MlpWeights | None  # None: experts alone
+    mlp: MlpWeights | None  # None: experts alone, or nothing follows
     routed: RoutedWeights | None
     cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
     head_norms: HeadNorms | None
@@ -252,9 +252,12 @@ class Decoder:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             if gate is not None:
                 x = backend.gate_rows(x, gate)
+            following = final_norm if is_last else layers[index + 1].input_norm
+            if layer.mlp is None and layer.routed is None:
+                x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, following)
+                continue
             x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
             x, is_whole = self._feed_forward(x, layer)
-            following = final_norm if is_last else layers[index + 1].input_norm
             x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
         return x
 

@@ -187,22 +187,22 @@ class _DecoderLoader:
 
     def _layer(self, index: int, cos_sin: Tensor) -> LayerWeights:
         config, parts = self._config, self._config.spec.layer
-        prefix = f"{config.spec.layers}.{index}."
+        prefix, mlp_prefix = config.prefixes(index)
         qkv, output, output_gate = self._mixer(index, prefix)
         keeps_state = config.keeps_state(index)
         return LayerWeights(
             input_norm=self._norm_if_any(prefix, parts.input_norm),
             qkv=qkv,
             output=output,
-            mlp_norm=self._norm_if_any(prefix, parts.mlp_norm),
-            mlp=self._mlp(prefix, config.mlp_of(index)),
-            routed=self._routed(prefix, config.experts_of(index)),
+            mlp_norm=self._norm_if_any(mlp_prefix, parts.mlp_norm),
+            mlp=None if mlp_prefix is None else self._mlp(mlp_prefix, config.mlp_of(index)),
+            routed=None if mlp_prefix is None else self._routed(mlp_prefix, config.experts_of(index)),
             cos_sin=cos_sin,
             head_norms=None if keeps_state else self._head_norms(prefix, index),
             row_norms=None if keeps_state else self._row_norms(prefix),
             attention=self._attention_form(prefix, index),
             attention_norm=self._norm_if_any(prefix, parts.attention_norm),
-            output_norm=self._norm_if_any(prefix, parts.output_norm),
+            output_norm=self._norm_if_any(mlp_prefix, parts.output_norm),
             output_gate=output_gate,
             query_scales=self._query_scales if index in config.scaled_layers else None,
         )
@@ -282,7 +282,7 @@ class _DecoderLoader:
         if spec is None:
             return None
         inner, tensors = self._shard.part(spec.size), self._tensors
-        gate_up = tensors.by_rows(prefix, {spec.gate: inner, spec.up: inner})
+        gate_up = tensors.by_rows(prefix, {part: inner for part in (spec.gate, spec.up) if part is not None})
         return MlpWeights(gate_up, tensors.by_columns(prefix, spec.down, inner))
 
     def _routed(self, prefix: str, spec: ExpertsSpec | None) -> RoutedWeights | None:
@@ -310,8 +310,8 @@ class _DecoderLoader:
         scale = config.attention_scale or config.head_dim**-0.5
         return AttentionForm(scale, config.window(index), config.soft_cap, sinks, scales)
 
-    def _norm_if_any(self, prefix: str, name: str | None) -> Tensor | None:
-        return None if name is None else self._tensors.norm(f"{prefix}{name}")
+    def _norm_if_any(self, prefix: str | None, name: str | None) -> Tensor | None:
+        return None if prefix is None or name is None else self._tensors.norm(f"{prefix}{name}")
 
     def _head_norms(self, prefix: str, index: int) -> HeadNorms | None:
         config, parts = self._config, self._config.spec.layer
@@ -381,7 +381,7 @@ class _ExpertsLoader:
             parts += parts[:1] * spare
             places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None
-        if spec.are_stacked and spec.gate.has_bias:
+        if spec.are_stacked and spec.gate is not None and spec.gate.has_bias:
             gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, _columns(spec, inner)]
             if shard.has_whole_experts or shard.rank == 0:  # counts once
                 down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held, spare)
@@ -398,15 +398,16 @@ class _ExpertsLoader:
 
     def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[Weight], Weight]:
         """Gate and up, and down, of tensors of their own."""
-        gate, up, down = (f"{prefix}{of_expert(part, expert).name}.weight" for part in (spec.gate, spec.up, spec.down))
+        parts = [part for part in (spec.gate, spec.up, spec.down) if part is not None]
+        *ups, down = (f"{prefix}{of_expert(part, expert).name}.weight" for part in parts)
         of_down = self._checkpoint.weight(down, columns=inner)
-        return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
+        return [self._checkpoint.weight(name, inner) for name in ups], of_down
 
     def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[Weight], Weight]:
         """Return weights as `_of_one`, from tensors that stack all experts."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
-            for part in (spec.gate, spec.down)
+            for part in (spec.up, spec.down)  # gates are in one tensor with ups
         )
         rows = _columns(spec, inner)
         if spec.stacks_rows and isinstance(gate_up, Tensor) and isinstance(down, Tensor):

@@ -311,11 +311,14 @@ def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
 
 def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
     """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
-    experts = shape.experts_of(layer) if isinstance(shape, ModelConfig) else None
-    if experts is None:
+    if not isinstance(shape, ModelConfig):
         return 3 * shape.hidden_size * shape.intermediate_size
-    features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
-    return shape.hidden_size * (3 * features + experts.routing.num_experts)
+    experts, mlp, matrices = shape.experts_of(layer), shape.mlp_of(layer), 2 if shape.spec.layer.gate is None else 3
+    features: float = 0 if mlp is None else mlp.size
+    if experts is None:
+        return shape.hidden_size * matrices * features
+    features += experts.size * experts.routing.expected_hit(tokens)
+    return shape.hidden_size * (matrices * features + experts.routing.num_experts)
 
 
 _BEYOND_WINDOWS = 1 << 20

@@ -40,8 +40,8 @@ def num_active_parameters(config: ModelConfig) -> int:
     if experts is None:
         return num_parameters(config)
     idle = experts.routing.num_experts - experts.routing.top_k
-    each = 3 * experts.size * config.hidden_size
-    if experts.gate.has_bias:
+    each = (2 if experts.gate is None else 3) * experts.size * config.hidden_size
+    if experts.gate is not None and experts.gate.has_bias:
         each += 2 * experts.size + config.hidden_size
     return num_parameters(config) - config.num_routed_layers * idle * each
 
@@ -54,24 +54,29 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
     yield f"{spec.final_norm}.weight", (hidden,)
     for index in range(config.num_layers):
-        shapes = _attention_shapes(config, index)
+        prefix, mlp_prefix = config.prefixes(index)
+        layer, shapes = spec.layer, dict[str, tuple[int, ...]]()
         if (mlp := config.mlp_of(index)) is not None:
             parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
             shapes |= _shapes_of(parts)
         if (experts := config.experts_of(index)) is not None:
             shapes |= _shapes_of_experts(experts, hidden)
-        for name, shape in shapes.items():
-            yield f"{spec.layers}.{index}.{name}", shape
+        around = ((prefix, layer.input_norm), (mlp_prefix, layer.mlp_norm))
+        behind = ((prefix, layer.attention_norm), (mlp_prefix, layer.output_norm))
+        for before, norm in (*around, *behind):
+            if before is not None and norm is not None:
+                yield f"{before}{norm}.weight", (hidden,)
+        for before, of_part in ((prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)):
+            for name, shape in of_part.items():
+                yield f"{before}{name}", shape
 
 
-def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes around attention by names within a layer, with all of the layer's norms."""
-    layer, hidden = config.spec.layer, config.hidden_size
-    of_layer = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
+def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's attention, or of what keeps a state, by names within the layer."""
+    layer = config.spec.layer
     if config.keeps_state(index):
-        return {f"{norm}.weight": (hidden,) for norm in of_layer if norm is not None} | _state_shapes(config)
+        return _state_shapes(config)
     norms = (
-        *((norm, hidden) for norm in of_layer),
         *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
@@ -116,11 +121,13 @@ def _state_projections(parts: StateSpec, sizes: StateSizes, hidden: int) -> list
     ]
 
 
-def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
+def _shapes_of(projections: Iterable[tuple[Projection | None, int, int]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of projections given as (projection, rows, columns). Of several in one tensor the last one ends
     it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for projection, rows, columns in projections:
+        if projection is None:
+            continue
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
         if projection.has_bias:
             shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
@@ -142,7 +149,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     """Return the shapes of all of a layer's experts, by names within a layer."""
     count, size = spec.routing.num_experts, spec.size
     shapes: dict[str, tuple[int, ...]] = {}
-    if spec.are_stacked:
+    if spec.are_stacked and spec.gate is not None:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
             shapes[part.name] = (count, rows, columns) if spec.stacks_rows else (count, columns, rows)
             if part.has_bias:
@@ -150,7 +157,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
         return shapes
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):
-        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts]
+        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts if part is not None]
         shapes |= _shapes_of(of_one)
     return shapes
 
@@ -254,11 +261,14 @@ def weight_bytes(
     ranks, stages = parallel.tensor_ranks, parallel.stages
     layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
     stage_of = {
-        str(index): stage for stage in range(stages) for index in stage_layers(config.num_layers, stages, stage)
+        prefix: stage
+        for stage in range(stages)
+        for index in stage_layers(config.num_layers, stages, stage)
+        for prefix in config.prefixes(index)
     }
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
-    fused = {part.name: parts for parts in together for part in parts}
+    fused = {part.name: parts for parts in together if None not in parts for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
     conv = None if layer.state is None else layer.state.conv
@@ -267,7 +277,7 @@ def weight_bytes(
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     for name, shape in expected_shapes(config):
         number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
-        stage = stage_of.get(number, 0)
+        stage = stage_of.get(f"{config.spec.layers}.{number}.", 0)
         is_table = name == f"{config.spec.embedding}.weight"
         form = stored.get(name)
         if name == head_name(config):

@@ -370,12 +370,14 @@ class CudaBackend:
         return CudaLatentAttention(heads, self._target, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        if activation == "relu2":
+            return gate_up(x).relu_().square_()
         if isinstance(gate_up, CudaLinear | Fp8CudaLinear):
             return gate_up(x, activation=activation)
         return elementwise.gate(gate_up(x), activation)
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
-        if not isinstance(down, Fp8CudaLinear):
+        if not isinstance(down, Fp8CudaLinear) or activation == "relu2":
             return down(self.gated(x, gate_up, activation))
 
         def of_many(x: Tensor) -> Tensor:
