@@ -212,8 +212,10 @@ class StateKernels(Protocol):
     def step(
         self, weights: "StateWeights", products: Sequence[Tensor], kv_layer: Tensor, layout: BatchLayout, out: Tensor
     ) -> None:
-        """Compute the sequences that bring one token each, the first ones of the step, into the first rows of `out`, and
-        write their states. Arguments are those of StateMixer's methods."""
+        """Compute the sequences that bring one token each, the first ones of the step, into the first rows of `out`.
+
+        Writes their states. Arguments are those of StateMixer's methods.
+        """
 
 
 class Backend(Protocol):

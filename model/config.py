@@ -388,8 +388,8 @@ class ModelConfig(ModelShape):
     logits_cap: float = 0.0  # as `soft_cap`, of logits
     stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
     dense_layers: frozenset[int] = frozenset()  # that have an MLP where the others have experts
-    # Of each layer the numbers that the checkpoint has for its attention or state and for its MLP or experts, None where
-    # it has neither of these; (): both are the layer's own.
+    # Of each layer the numbers that the checkpoint has for its attention or state, and for its MLP or experts, None
+    # where it has neither of these; (): both are the layer's own.
     numbers: tuple[tuple[int, int | None], ...] = ()
 
     def prefixes(self, layer: int) -> tuple[str, str | None]:

@@ -88,7 +88,7 @@ class Mamba(StateMixer[MambaWeights]):
 
 
 def scan_chunks(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Run tokens of one sequence through the recurrence. Return S C of each [heads, T, head] and the matrices behind them.
+    """Run tokens of one sequence through the recurrence. Return S C of each [heads, T, head] and the last matrices.
 
     x [heads, T, head], times the steps; the logarithms of decays [heads, T]; b, c [groups, T, state]; `matrix` [heads,
     head, state] before the first one; all fp32.

@@ -118,8 +118,8 @@ class MambaSizes(StateSizes):
     """Mamba-2 (Dao and Gu 2024, "Transformers are SSMs"): a matrix [head, state] for each head.
 
     A group of heads shares B and C, which are of the state's size. The convolution takes x of all heads, then B and C
-    of all groups: x lies in parts of the first kind; B and C in the second's, of each group in the parts of all KV heads
-    that have heads of it.
+    of all groups: x lies in parts of the first kind; B and C in the second's, those of a group in the parts of all KV
+    heads that have heads of it.
     """
 
     heads: int

@@ -52,11 +52,11 @@ class CpuStates:
         where = kv_layer, layout, out
         match weights:
             case DeltaWeights():
-                delta_net.delta_step(self._launcher, *products, weights, *where)
+                delta_net.delta_step(self._launcher, products, weights, *where)
             case MambaWeights():
-                mamba.mamba_step(self._launcher, *products, weights, *where)
+                mamba.mamba_step(self._launcher, products, weights, *where)
             case ConvolutionWeights():
-                short_convolution.convolution_step(self._launcher, *products, weights, *where)
+                short_convolution.convolution_step(self._launcher, products, weights, *where)
 
 
 class CpuBackend:

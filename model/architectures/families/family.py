@@ -112,7 +112,8 @@ def with_one_qkv(config: ModelConfig) -> ModelConfig:
 def with_one_gate_up(config: ModelConfig) -> ModelConfig:
     """Checkpoints have gate and up in one projection."""
     layer, name = config.spec.layer, "mlp.gate_up_proj"
-    gate, up = replace(layer.gate, name=name), replace(layer.up, name=name, first_row=config.intermediate_size)
+    up = replace(layer.up, name=name, first_row=config.intermediate_size)
+    gate = replace(up, first_row=0)
     return replace(config, spec=replace(config.spec, layer=replace(layer, gate=gate, up=up)))
 
 

@@ -349,7 +349,9 @@ def load_x(x_rows, real, columns, num_columns, WHOLE_STEPS: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up, of fp32, or relu^2 of what has no gate. All other activations are gate * sigmoid(x): SiLU's x is the gate itself.
+    """activation(gate) * up, of fp32, or relu^2 of what has no gate.
+
+    All activations of gates are gate * sigmoid(x): SiLU's x is the gate itself.
 
     GELU by its approximation with tanh: 0.5 (1 + tanh(u)) = sigmoid(2 u).
     """

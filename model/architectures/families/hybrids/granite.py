@@ -124,17 +124,14 @@ def read_bamba_config(fields: ConfigFields) -> ModelConfig:
     """Raises ConfigError."""
     bias, mlp_bias = fields.boolean("attention_bias", default=False), fields.boolean("mlp_bias", default=False)
     spec = decoder_spec("Bamba", qkv_bias=bias, output_bias=bias)
-    layer = replace(spec.layer, mlp_norm="pre_ff_layernorm", **_bamba_mlp(mlp_bias))
+    gate, up, down = (Projection(f"feed_forward.{part}_proj", mlp_bias) for part in ("gate", "up", "down"))
+    layer = replace(spec.layer, mlp_norm="pre_ff_layernorm", gate=gate, up=up, down=down)
     spec = replace(spec, layer=layer, final_norm="model.final_layernorm")
     defaults = Defaults(rms_norm_eps=1e-5, max_position=262_144, rotated_part=0.5)
     config = read_decoder(fields.over({"num_key_value_heads": 8}), spec, defaults)
     attending = fields.counts("attn_layer_indices")
     kinds = ["attention" if layer in attending else "mamba" for layer in range(config.num_layers)]
     return with_mamba(fields, config, kinds, "attn_layer_indices")
-
-
-def _bamba_mlp(bias: bool) -> dict[str, Projection]:
-    return {part: Projection(f"feed_forward.{part}_proj", bias) for part in ("gate", "up", "down")}
 
 
 GRANITE_HYBRID = Family(

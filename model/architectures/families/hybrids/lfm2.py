@@ -90,13 +90,12 @@ def read_lfm2_moe_config(fields: ConfigFields) -> ModelConfig:
     routing = read_routing(fields, "num_experts", experts=32, top_k=4, normalises=normalises)
     scale = fields.number("routed_scaling_factor", default=1.0)
     routing = replace(routing, scoring="sigmoid", scale=scale)
-    names = {
-        part: Projection(f"feed_forward.experts.*.w{place}") for part, place in (("gate", 1), ("up", 3), ("down", 2))
-    }
+    gate, up, down = (Projection(f"feed_forward.experts.*.w{number}") for number in (1, 3, 2))
     experts = experts_spec(routing, fields.integer("moe_intermediate_size", default=1792))
     has_bias = fields.boolean("use_expert_bias", default=True)
     correction = "feed_forward.expert_bias" if has_bias else None
-    experts = replace(experts, router=Projection("feed_forward.gate"), correction=correction, **names)
+    router = Projection("feed_forward.gate")
+    experts = replace(experts, router=router, gate=gate, up=up, down=down, correction=correction)
     return with_experts(config, experts, range(fields.count("num_dense_layers", default=2)))
 
 

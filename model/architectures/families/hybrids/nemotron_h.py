@@ -52,7 +52,11 @@ def read_nemotron_h_config(fields: ConfigFields) -> ModelConfig:
         windows = tuple(0 if one else STATE_WINDOW for one in attends)
         config = replace(config, windows=windows, state=_read_sizes(fields, config.num_kv_heads))
     followed_by = [None if number is None else blocks[number] for _, number in numbers]
-    return _with_experts(fields, config, followed_by) if "moe" in followed_by else config
+    if "moe" in followed_by:
+        return _with_experts(fields, config, followed_by)
+    for name in ("norm_topk_prob", "routed_scaling_factor"):
+        fields.is_set(name)  # whatever they say: there is nothing to route
+    return config
 
 
 def _read_blocks(fields: ConfigFields) -> tuple[str, list[str]]:
@@ -102,8 +106,14 @@ def _spec(fields: ConfigFields) -> DecoderSpec:
         down=Projection("mixer.down_proj", bias),
         state=mamba_spec("mixer", eps, limits, conv_bias, fields.boolean("use_bias", default=False)),
     )
-    ends = {"embedding": "backbone.embeddings", "layers": "backbone.layers", "final_norm": "backbone.norm_f"}
-    return replace(spec, layer=layer, ignored=("mtp.",), **ends)
+    return replace(
+        spec,
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+        layer=layer,
+        final_norm="backbone.norm_f",
+        ignored=("mtp.",),
+    )
 
 
 def _read_sizes(fields: ConfigFields, kv_heads: int) -> MambaSizes:

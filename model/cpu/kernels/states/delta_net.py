@@ -9,6 +9,8 @@ a the decay, what a state gives of keys and queries is summed in one pass, so th
 Reference: model/architectures/delta_net.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import carray
 from torch import Tensor
@@ -150,14 +152,14 @@ def _delta_step(words):
 
 def delta_step(
     launcher: Launcher,
-    inputs: Tensor,
-    strengths: Tensor,
+    products: Sequence[Tensor],
     weights: DeltaWeights,
     kv_layer: Tensor,
     layout: BatchLayout,
     out: Tensor,
 ) -> None:
-    """Compute the step's single tokens."""
+    """Implement StateKernels.step."""
+    inputs, strengths = products
     sizes, count = weights.sizes, layout.num_decodes
     _, _, kv_heads, size, dim = kv_layer.shape
     part_bytes, tables = size * dim * kv_layer.itemsize, layout.block_tables

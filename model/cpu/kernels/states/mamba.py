@@ -6,6 +6,8 @@ heads may have, too. Of the states it takes one head of a sequence.
 Reference: model/architectures/mamba.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numba import carray
@@ -45,8 +47,8 @@ def _convolve_neighbours(row, first, channel, count, conv, bias, before, after, 
 
 @Kernels
 def _convolution_step(words):
-    """words: inputs, convolution, its bias, cache, tables, positions, out, columns of inputs, width of x, groups, state,
-    taps, entries of the bias, KV heads, bytes of a block's part, tokens of a block, rows of a table, numbers of
+    """words: inputs, convolution, its bias, cache, tables, positions, out, columns of inputs, width of x, groups,
+    state, taps, entries of the bias, KV heads, bytes of a block's part, tokens of a block, rows of a table, numbers of
     matrices in a part; items are parts of sequences."""
     items, columns, x_width, groups, state, taps = words[1], words[10], words[11], words[12], words[13], words[14]
     kv_heads, part_bytes, size, width, matrices = words[16], words[17], words[18], words[19], words[20]
@@ -140,14 +142,14 @@ def _state_step(words):
 
 def mamba_step(
     launcher: Launcher,
-    inputs: Tensor,
-    steps: Tensor,
+    products: Sequence[Tensor],
     weights: MambaWeights,
     kv_layer: Tensor,
     layout: BatchLayout,
     out: Tensor,
 ) -> None:
-    """Compute the step's single tokens, before the norm."""
+    """Implement StateKernels.step, before the norm."""
+    inputs, steps = products
     sizes, count, tables = weights.sizes, layout.num_decodes, layout.block_tables
     _, _, kv_heads, size, dim = kv_layer.shape
     cut = kv_heads, size * dim * kv_layer.itemsize, size, tables.shape[1]

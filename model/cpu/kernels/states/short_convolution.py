@@ -3,6 +3,8 @@
 Reference: model/architectures/short_convolution.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import carray
 from torch import Tensor
@@ -57,13 +59,14 @@ def _convolution_step(words):
 
 def convolution_step(
     launcher: Launcher,
-    inputs: Tensor,
+    products: Sequence[Tensor],
     weights: ConvolutionWeights,
     kv_layer: Tensor,
     layout: BatchLayout,
     out: Tensor,
 ) -> None:
-    """Compute the step's single tokens."""
+    """Implement StateKernels.step."""
+    (inputs,) = products
     sizes, tables = weights.sizes, layout.block_tables
     _, _, kv_heads, size, dim = kv_layer.shape
     launcher.run(
