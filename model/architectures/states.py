@@ -93,20 +93,20 @@ class StateMixer(ABC, Generic[W]):
         states, count = States(kv_layer, self.weights.sizes), len(out)
         positions, tables, size = layout.positions[:count], layout.block_tables[:count].long(), states.block_size
         rows = torch.arange(count, device=out.device)
-        matrix, last = states.load(tables[rows, (positions - 1).clamp_min(0) // size], positions)
+        matrix, last, known = states.load(tables[rows, (positions - 1).clamp_min(0) // size], positions)
         last = torch.cat((last, self.conv_inputs(products)[:, :, None]), dim=2)
         convolved = (last * self.weights.conv).sum(2)
         if self.weights.conv_bias is not None:
             convolved = convolved + self.weights.conv_bias
         found, matrix = self.step(convolved, products, matrix)
-        out[:] = found.to(out.dtype)
-        states.store(tables[rows, positions // size], matrix, last[:, :, 1:], positions + 1)
+        out[:] = (found * known[:, None]).to(out.dtype)
+        states.store(tables[rows, positions // size], matrix, last[:, :, 1:], (positions + 1) * known)
 
     def _prefill(self, products: Sequence[Tensor], states: "States", table: Tensor, end: int, out: Tensor) -> None:
         """Compute one sequence's chunk, which ends at `end`, row by row of its block table."""
         size, taps, start = states.block_size, self.weights.sizes.taps, end - len(out)
         before = torch.tensor([start], device=out.device)
-        matrix, inputs = states.load(table[max(start - 1, 0) // size][None], before)
+        matrix, inputs, known = states.load(table[max(start - 1, 0) // size][None], before)
         matrix = matrix[0]
         inputs = torch.cat((inputs[0], self.conv_inputs(products).T), dim=1)  # [conv width, taps - 1 + tokens]
         conv, bias = self.weights.conv, self.weights.conv_bias
@@ -115,8 +115,8 @@ class StateMixer(ABC, Generic[W]):
             first, last = max(row * size, start) - start, min((row + 1) * size, end) - start
             part = slice(first, last)
             found, matrix = self.scan(convolved[part], [one[part] for one in products], matrix)
-            out[part] = found.to(out.dtype)
-            seen = torch.tensor([start + last], device=out.device)
+            out[part] = (found * known).to(out.dtype)
+            seen = known * (start + last)
             states.store(table[row][None], matrix[None], inputs[None, :, last : last + taps - 1], seen)
 
 
@@ -131,25 +131,29 @@ class States:
         self._matrices = sizes.matrix_numbers_in(self._kv_heads)
         self._channels, self._places = _places(sizes, self._kv_heads, self._parts.shape[3], kv_layer.device)
 
-    def load(self, blocks: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def load(self, blocks: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the matrices [B, heads, rows, columns] and the convolution's last inputs [B, conv width, taps - 1]
-        behind the first `num_tokens` [B] tokens, which are 0 before the first one."""
+        behind the first `num_tokens` [B] tokens, which are 0 before the first one.
+
+        The third are 1, or NaN where a state has seen other tokens: it is none of this sequence, and no number is
+        better than a wrong one.
+        """
         groups, parts, (heads, rows, columns) = self._kv_heads, self._parts[blocks], self._sizes.matrix
         half = (len(blocks), 2, groups, heads // groups, rows // 2, columns)
         matrix = parts[..., : self._matrices].reshape(half).permute(0, 2, 3, 1, 4, 5)
         matrix = matrix.reshape(len(blocks), heads, rows, columns)
         inputs = parts.flatten(1)[:, self._places]
         seen = parts[:, 1, 0, self._sizes.numbers_in(1, groups) - 1]
-        # What has seen other tokens is no state of this sequence: better no number than a wrong one.
-        factor = torch.where(seen == num_tokens, 1.0, torch.nan)
         is_first = num_tokens == 0
         return (
-            torch.where(is_first[:, None, None, None], 0.0, matrix * factor[:, None, None, None]),
-            torch.where(is_first[:, None, None], 0.0, inputs * factor[:, None, None]),
+            torch.where(is_first[:, None, None, None], 0.0, matrix),
+            torch.where(is_first[:, None, None], 0.0, inputs),
+            torch.where(is_first | (seen == num_tokens), 1.0, torch.nan),
         )
 
     def store(self, blocks: Tensor, matrix: Tensor, inputs: Tensor, num_tokens: Tensor) -> None:
-        """Write states as `load` returns them."""
+        """Write states as `load` returns them, which have seen `num_tokens`: NaN for those that are to stay without
+        number."""
         groups, count = self._kv_heads, len(blocks)
         heads, rows, columns = self._sizes.matrix
         halves = matrix.reshape(count, groups, heads // groups, 2, rows // 2 * columns).permute(3, 0, 1, 2, 4)

@@ -54,9 +54,14 @@ def _count_token(words):
     positions = carray(as_integers(words[5]), (words[1],))
     for sequence in taken(words, words[1]):
         position = positions[sequence]
-        block = np.int64(tables[sequence, position // size])
+        source = np.int64(tables[sequence, max(position - 1, 0) // size])
+        target = np.int64(tables[sequence, position // size])
         for kv_head in range(kv_heads):
-            part_of(words[3], block, 1, kv_head, kv_heads, part_bytes)[place] = np.float32(position + 1)
+            before = part_of(words[3], source, 1, kv_head, kv_heads, part_bytes)[place]
+            seen = np.float32(position + 1)
+            if position > 0 and before != np.float32(position):
+                seen = np.float32(np.nan)  # a state of other tokens stays without number
+            part_of(words[3], target, 1, kv_head, kv_heads, part_bytes)[place] = seen
 
 
 def count_tokens(launcher: Launcher, sizes: StateSizes, kv_layer: Tensor, layout: BatchLayout) -> None:
