@@ -6,7 +6,7 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.architectures.state_sizes import StateSizes
+from twostroke.model.shapes.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
 
 STATE_BLOCK_STEP = 16

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.architectures.state_sizes import DeltaSizes
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import Linear
+from twostroke.model.shapes.state_sizes import DeltaSizes
 
 CHUNK = 64
 """Tokens of a triangular system: the scan over chunks does as many steps less, a system costs the square."""

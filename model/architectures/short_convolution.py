@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from twostroke.model.architectures.state_sizes import ConvolutionSizes
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import Linear
+from twostroke.model.shapes.state_sizes import ConvolutionSizes
 
 
 @dataclass(frozen=True)

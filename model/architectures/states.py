@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.architectures.state_sizes import StateSizes
 from twostroke.model.backend import GroupNorm, StateKernels
 from twostroke.model.batch import BatchLayout
+from twostroke.model.shapes.state_sizes import StateSizes
 
 
 class StateWeights(Protocol):

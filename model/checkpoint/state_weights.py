@@ -9,11 +9,11 @@ from torch import Tensor
 from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.architectures.mamba import Mamba, MambaWeights
 from twostroke.model.architectures.short_convolution import ConvolutionWeights, ShortConvolution
-from twostroke.model.architectures.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes, StateSizes
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import GroupNorm, Linear, StateKernels
 from twostroke.model.config import ConvolutionSpec, DeltaSpec, MambaSpec, Projection, StateSpec
 from twostroke.model.parallel.form import Shard, of_heads, shifted
+from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes, StateSizes
 
 if TYPE_CHECKING:
     from twostroke.model.checkpoint.decoder_weights import RankTensors, Weight

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.architectures.state_sizes import StateSizes
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.model.shapes.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import mean_seen
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from twostroke.model.architectures.state_sizes import DeltaSizes, StateSizes
 from twostroke.model.config import (
     DeltaSpec,
     ExpertsSpec,
@@ -21,6 +20,7 @@ from twostroke.model.config import (
     WeightForm,
 )
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
+from twostroke.model.shapes.state_sizes import DeltaSizes, StateSizes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 

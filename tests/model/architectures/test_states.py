@@ -10,12 +10,12 @@ from torch import Tensor
 from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.architectures.mamba import Mamba, MambaWeights
 from twostroke.model.architectures.short_convolution import ConvolutionWeights, ShortConvolution
-from twostroke.model.architectures.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import GroupNorm, StateKernels
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.cpu.backend import CpuStates
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 from twostroke.model.step import SequenceStep
 
 HIDDEN, KV_HEADS, BLOCK = 16, 2, 8

@@ -12,8 +12,8 @@ from twostroke.model.architectures.families.family import (
     read_routing,
     with_experts,
 )
-from twostroke.model.architectures.state_sizes import ConvolutionSizes
 from twostroke.model.config import ConvolutionSpec, DecoderSpec, ModelConfig, Projection
+from twostroke.model.shapes.state_sizes import ConvolutionSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 

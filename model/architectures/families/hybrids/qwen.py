@@ -17,8 +17,8 @@ from twostroke.model.architectures.families.family import (
     with_experts,
 )
 from twostroke.model.architectures.families.qwen import dense_layers, with_shared_expert
-from twostroke.model.architectures.state_sizes import DeltaSizes
 from twostroke.model.config import DeltaSpec, ModelConfig, Projection
+from twostroke.model.shapes.state_sizes import DeltaSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 _DELTA = DeltaSpec(

@@ -1,4 +1,4 @@
-"""What kernels of layers with a state have in common: parts of blocks, the convolution's channels, the count of tokens.
+"""Common parts of the kernels of layers with a state: parts of blocks, the convolution, the count of tokens.
 
 A state is read from the block of the token before and written into that of its own, which mostly are the same.
 """
@@ -7,7 +7,6 @@ import numpy as np
 from numba import carray
 from torch import Tensor
 
-from twostroke.model.architectures.state_sizes import StateSizes
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
@@ -18,6 +17,7 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.shapes.state_sizes import StateSizes
 
 
 @compiled
