@@ -67,7 +67,7 @@ class RoutedWeights:
 
 
 Mixer = Linear | LatentWeights | StateMixer[Any]
-"""Part of a layer that mixes tokens: the projection to queries, keys and values, or to latents, or what keeps a state."""
+"""Part of a layer that mixes tokens: projections to queries, keys and values, or to latents, or what keeps a state."""
 
 
 @dataclass(frozen=True)

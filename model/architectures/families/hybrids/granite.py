@@ -65,6 +65,10 @@ def with_mamba(fields: ConfigFields, config: ModelConfig, kinds: list[str], fiel
     sizes = _read_sizes(fields, config)
     if all(attends):
         return config
+    if config.activation != "silu":  # which the convolution takes, too
+        raise fields.error(
+            "hidden_act", f"{fields.value('hidden_act')!r} is not supported with Mamba-2, only 'silu' is"
+        )
     layer = replace(config.spec.layer, state=spec)
     windows = tuple(0 if one else STATE_WINDOW for one in attends)
     return replace(config, spec=replace(config.spec, layer=layer), windows=windows, state=sizes)
