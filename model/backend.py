@@ -4,7 +4,7 @@ Shapes: T tokens of the whole batch, flattened; B sequences; H query heads, G KV
 tensor-parallel rank. What each operation must compute stands in torch in model/reference.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -15,7 +15,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.config import Activation, Quantization, Routing
 
 if TYPE_CHECKING:
-    from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
+    from twostroke.model.architectures.states import StateWeights
     from twostroke.model.checkpoint.quantization import QuantizedWeight
     from twostroke.model.parallel.context_parts import ContextParts
 
@@ -68,6 +68,28 @@ class RowNorms:
     k: Tensor  # fp32 [G D]
     ranks: int
     eps: float
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """RMSNorm of each group of neighbours in a row, of which other ranks may have a part: then this rank has a part of
+    one group, and sums of squares have a column for each group of all ranks."""
+
+    weight: Tensor  # fp32 [width], of this rank
+    size: int  # numbers of a group, on all ranks
+    eps: float
+    shared_groups: int = 0  # of all ranks, where they share groups; 0: this rank's groups are whole
+    first: int = 0  # which of those this rank's is; 0 where they are whole
+
+    @property
+    def own_groups(self) -> int:
+        """Number of groups that this rank has, or has a part of."""
+        return 1 if self.shared_groups else len(self.weight) // self.size
+
+    @property
+    def columns(self) -> int:
+        """Number of groups whose sums of squares make up a row."""
+        return self.shared_groups or self.own_groups
 
 
 @dataclass(frozen=True)
@@ -152,7 +174,7 @@ class ExpertWeights:
     """Weights of this rank's experts of a layer, or of its part of each, stacked; inputs are in order."""
 
     number: int
-    gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up
+    gate_up: "Tensor | QuantizedWeight"  # [number * 2 I, hidden], an expert's gate before its up; [number * I, hidden]
     down: "Tensor | QuantizedWeight"  # [number * hidden, I]
     gate_up_bias: Tensor | None  # [number, 2 I]
     down_bias: Tensor | None  # [number, hidden]
@@ -191,6 +213,21 @@ class Experts(Protocol):
 
     def slot_memory(self, slot: int) -> list[Tensor]:
         """Return the memory of one slot as contiguous tensors: the same shapes for each slot."""
+
+
+class StateKernels(Protocol):
+    """A device's kernels for layers that keep a state (model/architectures/states.py)."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory for results, which a recorded step may keep."""
+
+    def step(
+        self, weights: "StateWeights", products: Sequence[Tensor], kv_layer: Tensor, layout: BatchLayout, out: Tensor
+    ) -> None:
+        """Compute the sequences that bring one token each, the first ones of the step, into the first rows of `out`.
+
+        Writes their states. Arguments are those of StateMixer's methods.
+        """
 
 
 class Backend(Protocol):
@@ -285,8 +322,15 @@ class Backend(Protocol):
         keys [T, width]; cos_sin and kv_layer as to `write_latents`.
         """
 
-    def make_delta_net(self, weights: "DeltaWeights") -> "DeltaNet":
-        """Return a layer's gated delta net over these weights, whose tensors are used as they are."""
+    @property
+    def state_kernels(self) -> StateKernels | None:
+        """Kernels of layers that keep a state; None: torch computes them."""
+
+    def group_square_sums(self, x: Tensor, norm: GroupNorm) -> Tensor:
+        """fp32 [T, norm.columns]: of each group of fp32 rows [T, width], of this rank; 0 for groups of others."""
+
+    def norm_groups(self, x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
+        """Return fp32 rows [T, width] normalised by the sums over all ranks, in `dtype`."""
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """x [T, columns] times the sigmoids of gates [T, columns]; may be written into x."""
@@ -296,7 +340,8 @@ class Backend(Protocol):
         given has this rank's tokens of each block, and layouts say which these are; all ranks call it together."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
-        """Return activation(gate) * up, [T, I], of the products [T, 2 I] of x and `gate_up`, gate first."""
+        """Return activation(gate) * up, [T, I], of the products [T, 2 I] of x and `gate_up`, gate first; or relu^2 of
+        products [T, I] that have no gate."""
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
         """Return `down` of what `gated` makes of x."""

@@ -6,6 +6,7 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.model.shapes.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import (
     STATE_WINDOW,
     KVGroups,
@@ -49,10 +50,12 @@ class StoredQuantization:
     zero_shift: int = 0  # gptq: what is added to its zero points
 
 
-Activation = Literal["silu", "gelu_tanh", "clamped"]
+GatedActivation = Literal["silu", "gelu_tanh", "clamped"]
 """Activation of an MLP's gate. `gelu_tanh` is GELU approximated with tanh. `clamped` is gpt-oss's: with g the gate
 clamped to GLU_LIMIT from above, and u the up clamped to it on both sides, g sigmoid(GLU_ALPHA g) (u + 1)."""
 GLU_ALPHA, GLU_LIMIT = 1.702, 7.0
+Activation = Literal[GatedActivation, "relu2"]
+"""Activation of an MLP. `relu2` is that of an MLP without a gate: the square of what is positive."""
 
 PrefillKernel = Literal["plain", "fa3"]
 """Kernel of prefill attention on GPUs: `plain` is ours, `fa3` FlashAttention-3."""
@@ -159,48 +162,6 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
-    """Gated delta nets (Yang et al. 2024, "Gated Delta Networks"), in numbers.
-
-    A layer keeps for each value head a matrix [key, value], and the last inputs of a convolution over its tokens. The
-    heads are shared out among KV heads, as the blocks are that hold the states.
-    """
-
-    key_heads: int  # of queries, and of keys
-    value_heads: int
-    key: int  # of a head's queries and keys
-    value: int  # of a head
-    taps: int  # tokens that the convolution sees, the last one included
-
-    @property
-    def key_width(self) -> int:
-        """Width of a token's queries, and of its keys."""
-        return self.key_heads * self.key
-
-    @property
-    def value_width(self) -> int:
-        return self.value_heads * self.value
-
-    @property
-    def conv_width(self) -> int:
-        """Width of what the convolution takes: queries, keys, values."""
-        return 2 * self.key_width + self.value_width
-
-    def numbers_in(self, kind: int, kv_heads: int) -> int:
-        """Return the numbers of one KV head's share in a block's part of the first or the second kind.
-
-        Half of each matrix lies in either. The convolution's inputs are queries and keys in the first, values in the
-        second; there the number of tokens that the state has seen is the last.
-        """
-        width = (2 * self.key_width, self.value_width)[kind] // kv_heads
-        return self.matrix_numbers_in(kv_heads) + (self.taps - 1) * width + kind
-
-    def matrix_numbers_in(self, kv_heads: int) -> int:
-        """Return those of `numbers_in` that are of matrices, which are the first."""
-        return self.value_heads // kv_heads * (self.key // 2) * self.value
-
-
-@dataclass(frozen=True)
 class DeltaSpec:
     """Parts of a layer that is a gated delta net, by their names within it. Its output's projection is `output`."""
 
@@ -228,6 +189,35 @@ class IndexSpec:
 
 
 @dataclass(frozen=True)
+class MambaSpec:
+    """Parts of a layer that is of Mamba-2, by their names within it."""
+
+    inputs: Projection  # gates and x of all heads, B and C of all groups, steps of all heads, one behind the other
+    conv: str  # [conv width, 1, taps]
+    conv_bias: str | None  # [conv width]
+    decay_log: str  # [heads]
+    skip: str  # [heads]
+    step_bias: str  # [heads]
+    norm: str  # of each group's results
+    output: Projection
+    norm_eps: float
+    step_limits: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """Parts of a layer that is a gated short convolution, by their names within it."""
+
+    inputs: Projection  # B, C, x
+    conv: str  # [channels, 1, taps]
+    conv_bias: str | None  # [channels]
+    output: Projection
+
+
+StateSpec = DeltaSpec | MambaSpec | ConvolutionSpec
+
+
+@dataclass(frozen=True)
 class LatentSpec:
     """Projections between a layer's input and `q`, `k` and `v`, where the layer attends to latents."""
 
@@ -241,9 +231,9 @@ class LatentSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP that all tokens take."""
+    """An MLP that all tokens take."""
 
-    gate: Projection
+    gate: Projection | None  # None: it has no gate
     up: Projection
     down: Projection
     size: int  # features between
@@ -285,12 +275,13 @@ class ExpertsSpec:
     routing: Routing
     size: int  # features between, of each expert
     router: Projection
-    gate: Projection  # `*` in a name stands for the expert's number
-    up: Projection
+    gate: Projection | None  # None: they have no gates
+    up: Projection  # `*` in a name stands for the expert's number
     down: Projection
     # One tensor of all experts [number, in, out], `.weight` left out; columns of gate and up take turns, where
     # `up.first_row` does not say where the latter begin.
     are_stacked: bool = False
+    stacks_rows: bool = False  # such tensors are [number, out, in]
     scales_input: bool = False  # the one chosen expert's input is multiplied by its score's sigmoid, not its result
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside
@@ -313,7 +304,7 @@ class LayerSpec:
     v: Projection
     output: Projection
     mlp_norm: str | None
-    gate: Projection
+    gate: Projection | None  # None: the MLP has no gate
     up: Projection
     down: Projection
     q_norm: str | None = None  # of each head's queries, and of its keys, before they are rotated
@@ -330,7 +321,7 @@ class LayerSpec:
     gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
     normalises_values: bool = False  # a norm without weights of each head's values
     output_scale: str | None = None  # the tensor [1] that the residual is multiplied by behind the layer
-    delta: DeltaSpec | None = None  # instead of attention, in `ModelShape.state_layers`
+    state: StateSpec | None = None  # instead of attention, where `ModelShape.keeps_state`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
 
 
@@ -392,7 +383,7 @@ class ModelShape:
     # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
     windows: tuple[int, ...] = ()
     latent: LatentSizes | None = None  # there is one KV head then, and `head_dim` is the width of a row
-    state: DeltaSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
+    state: StateSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
     # Of each layer, where they differ: `num_kv_heads` and `head_dim` are then the cache's, which have the narrowest
     # layer's width, and other widths are multiples. Layers with the same window are alike.
     layer_heads: tuple[KVHeads, ...] = ()
@@ -566,10 +557,19 @@ class ModelConfig(ModelShape):
     dense_layers: frozenset[int] = frozenset()  # that have an MLP where the others have experts
     wide_layers: frozenset[int] = frozenset()  # whose MLP has twice as many features
     keys_as_values: frozenset[int] = frozenset()  # layers whose values are made by the keys' projection
+    # Of each layer the numbers that the checkpoint has for its attention or state, and for its MLP or experts, None
+    # where it has neither of these; (): both are the layer's own.
+    numbers: tuple[tuple[int, int | None], ...] = ()
+
+    def prefixes(self, layer: int) -> tuple[str, str | None]:
+        """Return what the names of a layer's tensors begin with, as `numbers`."""
+        first, second = self.numbers[layer] if self.numbers else (layer, layer)
+        layers = self.spec.layers
+        return f"{layers}.{first}.", None if second is None else f"{layers}.{second}."
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """None: this layer has no experts."""
-        return None if layer in self.dense_layers else self.spec.layer.experts
+        return None if layer in self.dense_layers or self.prefixes(layer)[1] is None else self.spec.layer.experts
 
     @property
     def expert_share(self) -> float:
@@ -583,6 +583,8 @@ class ModelConfig(ModelShape):
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
+        if self.prefixes(layer)[1] is None:
+            return None
         size = self.intermediate_size * (2 if layer in self.wide_layers else 1)
         return MlpSpec(spec.gate, spec.up, spec.down, size) if experts is None else experts.shared
 

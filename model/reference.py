@@ -16,6 +16,7 @@ from twostroke.model.backend import (
     AttentionForm,
     Chosen,
     ExpertWeights,
+    GroupNorm,
     HeadNorms,
     KVScales,
     LatentHeads,
@@ -71,6 +72,21 @@ def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
 def _queries_and_keys(qkv: Tensor, norms: RowNorms) -> tuple[Tensor, Tensor]:
     q, k, _ = qkv.tensor_split((len(norms.q), len(norms.q) + len(norms.k)), dim=1)
     return q, k
+
+
+def group_square_sums(x: Tensor, norm: GroupNorm) -> Tensor:
+    """fp32 [T, width] -> [T, norm.columns]: of each group, 0 for groups of other ranks."""
+    sums = x.new_zeros((len(x), norm.columns))
+    own = slice(norm.first, norm.first + norm.own_groups)
+    sums[:, own] = x.view(len(x), norm.own_groups, -1).square().sum(2)
+    return sums
+
+
+def norm_groups(x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
+    """fp32 [T, width] normalised by the sums over all ranks (Zhang & Sennrich 2019), rounded once, to `dtype`."""
+    sums = square_sums[:, norm.first : norm.first + norm.own_groups, None]
+    normal = x.view(len(x), norm.own_groups, -1) * (sums / norm.size + norm.eps).rsqrt()
+    return (normal.view(x.shape) * norm.weight).to(dtype)
 
 
 def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
@@ -267,7 +283,12 @@ def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016)."""
+    """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016).
+
+    Without gates, [T, I] -> relu^2 [T, I] (So et al. 2021, "Primer").
+    """
+    if activation == "relu2":
+        return gate_up.float().relu().square().to(gate_up.dtype)
     gates, up = gate_up.float().chunk(2, dim=-1)
     match activation:
         case "silu":

@@ -104,6 +104,7 @@ INNER_ORDER = {
         {"backend"},
         {"batch"},
         {"config", "step", "bundled"},
+        {"shapes"},
     ),
     "router": (
         {"http"},

@@ -1,5 +1,5 @@
-"""The decoder of all families, over loaded weights: layers of grouped-query attention, of attention to latents, or of
-gated delta nets, and a gated MLP, or experts, with norms before each of them, or behind, or both.
+"""The decoder of all families, over loaded weights: layers of grouped-query attention, of attention to latents, or with
+a state (states.py), and an MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights and activations share one dtype, which is the cache's, too, unless that is FP8; norms, rotation and attention
@@ -8,13 +8,23 @@ accumulate in fp32 inside the backend, and norms' weights are fp32, too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from twostroke.model.architectures.context_index import ContextIndex, IndexQueries
-from twostroke.model.architectures.delta_net import DeltaNet
-from twostroke.model.backend import AttentionForm, Backend, Experts, HeadNorms, LatentAttention, Linear, RowNorms
+from twostroke.model.architectures.states import StateMixer
+from twostroke.model.backend import (
+    AttentionForm,
+    Backend,
+    Experts,
+    GroupNorm,
+    HeadNorms,
+    LatentAttention,
+    Linear,
+    RowNorms,
+)
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import KVHeads, ModelConfig, Routing
 from twostroke.model.costs.sizes import num_active_parameters
@@ -40,9 +50,9 @@ class LatentWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """A gated MLP; gate and up are fused by rows."""
+    """An MLP; gate and up are fused by rows."""
 
-    gate_up: Linear  # hidden -> 2 I
+    gate_up: Linear  # hidden -> 2 I, or I where there is no gate
     down: Linear  # I -> hidden: this rank's summand
 
 
@@ -79,15 +89,19 @@ class EmbeddingGate:
     norm: Tensor  # fp32 [hidden]
 
 
+Mixer = Linear | LatentWeights | StateMixer[Any]
+"""Part of a layer that mixes tokens: projections to queries, keys and values, or to latents, or what keeps a state."""
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer; q, k, v are fused by rows. Norms are fp32."""
 
     input_norm: Tensor | None  # [hidden]; None: none
-    qkv: Linear | LatentWeights | DeltaNet  # hidden -> (H + 2 G) D of this rank
+    qkv: Mixer  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
     mlp_norm: Tensor | None  # [hidden]
-    mlp: MlpWeights | None  # None: experts alone
+    mlp: MlpWeights | None  # None: experts alone, or nothing follows
     routed: RoutedWeights | None
     cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
     head_norms: HeadNorms | None
@@ -298,7 +312,7 @@ class Decoder:
                 kv_layer = kv_layer.view(*kv_layer.shape[:2], layer.kv_heads.number, -1, layer.kv_heads.dim)
             gate = None if layer.output_gate is None else layer.output_gate(x)
             asking: IndexQueries | None = None
-            if isinstance(layer.qkv, DeltaNet):
+            if isinstance(layer.qkv, StateMixer):
                 q = layer.qkv(x, kv_layer, layout)
             elif isinstance(layer.qkv, LatentWeights):
                 q, asking = self._write_latents(x, layer, layer.qkv, kv_layer, layout)
@@ -318,8 +332,8 @@ class Decoder:
                 read = {behind.table for behind in self._places[index:]}
                 layouts = [one.of_last_tokens(needed) if table in read else one for table, one in enumerate(layouts)]
                 layout = layouts[place.table]
-            if isinstance(layer.qkv, DeltaNet):
-                x = q
+            if isinstance(layer.qkv, StateMixer):
+                x = q if layer.qkv.norm is None else self._norm_groups(q, layer.qkv.norm)
             elif isinstance(layer.qkv, LatentWeights):
                 if asking is not None and layer.qkv.index is not None:
                     chosen = layer.qkv.index.choose(asking, kv_layer, layout)
@@ -328,9 +342,12 @@ class Decoder:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             if gate is not None:
                 x = backend.gate_rows(x, gate)
+            following = final_norm if index == len(layers) - 1 else layers[index + 1].input_norm
+            if layer.mlp is None and layer.routed is None:
+                x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, following)
+                continue
             x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
             x, is_whole = self._feed_forward(x, residual, layer)
-            following = final_norm if index == len(layers) - 1 else layers[index + 1].input_norm
             if layer.embedding_gate is None and layer.output_scale == 1:
                 x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
                 continue
@@ -381,6 +398,13 @@ class Decoder:
         return backend.rope_and_write_kv(
             qkv, layer.cos_sin, kv_layer, layout, layer.head_norms, layer.attention.kv_scales, layer.query_scales
         )
+
+    def _norm_groups(self, x: Tensor, norm: GroupNorm) -> Tensor:
+        """Normalise groups of fp32 rows, of which the ranks may have parts."""
+        square_sums = self._backend.group_square_sums(x, norm)
+        if norm.shared_groups:
+            square_sums = self._parallel.all_reduce(square_sums)
+        return self._backend.norm_groups(x, square_sums, norm, self._weights.dtype)
 
     def _feed_forward(self, x: Tensor, residual: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
         """Return the output of MLP and experts, this rank's summand or, with True, the whole sum."""

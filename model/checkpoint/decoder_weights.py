@@ -15,11 +15,11 @@ from twostroke.model.architectures.decoder import (
     LatentWeights,
     LayerEmbedding,
     LayerWeights,
+    Mixer,
     MlpWeights,
     NormsBeside,
     RoutedWeights,
 )
-from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.architectures.rope import cos_sin_table, head_order, query_scale_table
 from twostroke.model.backend import (
     AS_THEY_ARE,
@@ -35,11 +35,10 @@ from twostroke.model.backend import (
     RowNorms,
 )
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other
+from twostroke.model.checkpoint.state_weights import StateLoader
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import (
-    DeltaSizes,
-    DeltaSpec,
     ExpertNorms,
     ExpertsSpec,
     KVHeads,
@@ -54,9 +53,9 @@ from twostroke.model.config import (
 from twostroke.model.costs.sizes import head_name, of_expert, of_lm_head
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
-from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
+from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage, of_heads, shifted
 
-_Weight = Tensor | QuantizedWeight
+Weight = Tensor | QuantizedWeight
 
 
 def load_decoder_weights(
@@ -75,7 +74,7 @@ def load_decoder_weights(
     return _DecoderLoader(checkpoint, config, options, backend, shard, context_parts).load(stage)
 
 
-class _RankTensors:
+class RankTensors:
     """Reads a checkpoint's tensors as one rank holds them: on its device, in its dtype, as projections."""
 
     def __init__(
@@ -89,14 +88,14 @@ class _RankTensors:
         order = head_order(config.rope, config.rotary_dim)
         self.orders = {} if order is None else _orders(config, order)
 
-    def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> _Weight:
+    def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Weight:
         """Return a weight in the checkpoint's form, or dequantised where the setting asks for another form."""
         found = self._checkpoint.weight(name, rows, columns)
         if isinstance(found, Tensor):
             return found.to(device=self.device, dtype=self.dtype).contiguous()
         return found.to(self.device) if self.quantization == "auto" else self.plain(found).to(self.device)
 
-    def plain(self, weight: _Weight) -> Tensor:
+    def plain(self, weight: Weight) -> Tensor:
         """Return a weight without quantisation."""
         return weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
 
@@ -117,7 +116,7 @@ class _RankTensors:
         held = found.to(self.device)
         return self.linear(held, None) if self.quantization == "auto" else self.plain(held)
 
-    def linear(self, weight: _Weight, bias: Tensor | None, quantization: Quantization | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: Tensor | None, quantization: Quantization | None = None) -> Linear:
         return self._backend.make_linear(weight, bias, quantization or self.quantization, self.dtype)
 
     def by_rows(self, prefix: str, parts: Sequence[tuple[Projection, slice]]) -> Linear:
@@ -130,7 +129,7 @@ class _RankTensors:
         ]
         return self.linear(self.together(weights), torch.cat(biases) if biases else None)
 
-    def together(self, weights: Sequence[_Weight]) -> _Weight:
+    def together(self, weights: Sequence[Weight]) -> Weight:
         """Return weights one below the other, quantised where their forms allow it."""
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         together = one_below_the_other(quantized) if len(quantized) == len(weights) else None
@@ -147,13 +146,13 @@ class _RankTensors:
         bias = self.kept(f"{prefix}{part.name}.bias") if part.has_bias else None
         return self.linear(self.weight(f"{prefix}{part.name}.weight"), bias, "none")
 
-    def rows(self, prefix: str, part: Projection, rows: slice) -> _Weight:
+    def rows(self, prefix: str, part: Projection, rows: slice) -> Weight:
         """Return this rank's rows, in the order in which kernels rotate them."""
         if part not in self.orders:
             return self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
         return self.at_places(prefix, part, rows, in_order(torch.arange(rows.stop - rows.start), self.orders[part]))
 
-    def at_places(self, prefix: str, part: Projection, rows: slice, places: Tensor) -> _Weight:
+    def at_places(self, prefix: str, part: Projection, rows: slice, places: Tensor) -> Weight:
         """Return the rows that are at these places among `rows`."""
         found = self.weight(f"{prefix}{part.name}.weight", _rows_within(part, rows))
         return found[places] if isinstance(found, Tensor) else found.rows(places)
@@ -177,7 +176,7 @@ class _DecoderLoader:
         self._backend = backend
         self._shard = shard
         self._context_parts = context_parts
-        self._tensors = _RankTensors(checkpoint, config, options, backend, shard)
+        self._tensors = RankTensors(checkpoint, config, options, backend, shard)
         self._experts = _ExpertsLoader(checkpoint, options, shard)
         self._order = head_order(config.rope, config.rotary_dim)
         self._heads = shard.part(config.num_heads)
@@ -205,22 +204,22 @@ class _DecoderLoader:
 
     def _layer(self, index: int, cos_sin: Tensor) -> LayerWeights:
         config, parts = self._config, self._config.spec.layer
-        prefix = f"{config.spec.layers}.{index}."
+        prefix, mlp_prefix = config.prefixes(index)
         qkv, output, output_gate = self._mixer(index, prefix)
         keeps_state = config.keeps_state(index)
         return LayerWeights(
             input_norm=self._norm_if_any(prefix, parts.input_norm),
             qkv=qkv,
             output=output,
-            mlp_norm=self._norm_if_any(prefix, parts.mlp_norm),
-            mlp=self._mlp(prefix, config.mlp_of(index)),
-            routed=self._routed(prefix, config.experts_of(index)),
+            mlp_norm=self._norm_if_any(mlp_prefix, parts.mlp_norm),
+            mlp=None if mlp_prefix is None else self._mlp(mlp_prefix, config.mlp_of(index)),
+            routed=None if mlp_prefix is None else self._routed(mlp_prefix, config.experts_of(index)),
             cos_sin=cos_sin,
             head_norms=None if keeps_state else self._head_norms(prefix, index),
             row_norms=None if keeps_state else self._row_norms(prefix, index),
             attention=self._attention_form(prefix, index),
             attention_norm=self._norm_if_any(prefix, parts.attention_norm),
-            output_norm=self._norm_if_any(prefix, parts.output_norm),
+            output_norm=self._norm_if_any(mlp_prefix, parts.output_norm),
             output_gate=output_gate,
             query_scales=self._query_scales if index in config.scaled_layers else None,
             kv_heads=self._kv_heads(index),
@@ -244,14 +243,12 @@ class _DecoderLoader:
     def _output_scale(self, prefix: str, name: str | None) -> float:
         return 1.0 if name is None else float(self._tensors.kept(f"{prefix}{name}").item())
 
-    def _mixer(self, index: int, prefix: str) -> tuple[Linear | LatentWeights | DeltaNet, Linear, Linear | None]:
+    def _mixer(self, index: int, prefix: str) -> tuple[Mixer, Linear, Linear | None]:
         """Return what mixes a layer's tokens, the projection of its result, and the gate of that result, if any."""
         config, parts, tensors = self._config, self._config.spec.layer, self._tensors
-        if parts.delta is not None and config.state is not None and config.keeps_state(index):
-            sizes = _of_rank(config.state, self._shard)
-            columns = of_heads(self._shard.part(config.state.value_heads), sizes.value)
-            output = tensors.by_columns(prefix, parts.delta.output, columns)
-            return self._backend.make_delta_net(self._delta(prefix, parts.delta, sizes)), output, None
+        if parts.state is not None and config.state is not None and config.keeps_state(index):
+            loader = StateLoader(tensors, config.state, self._shard, self._backend.state_kernels)
+            return *loader.mixer(prefix, parts.state, config.rms_norm_eps), None
         if parts.latent is not None and config.latent is not None:
             mixed = of_heads(self._heads, config.latent.value)
             return (
@@ -281,50 +278,6 @@ class _DecoderLoader:
         return tensors.linear(tensors.together([q, k, v]), None), tensors.linear(
             tensors.at_places(prefix, parts.q, rows, gates), None
         )
-
-    def _delta(self, prefix: str, parts: DeltaSpec, sizes: DeltaSizes) -> DeltaWeights:
-        """Return the weights of a gated delta net's heads of this rank, whose sizes these are."""
-        config, tensors, shard, whole = self._config, self._tensors, self._shard, self._config.state
-        assert whole is not None
-        key_heads, value_heads = shard.part(whole.key_heads), shard.part(whole.value_heads)
-        keys, values = of_heads(key_heads, sizes.key), of_heads(value_heads, sizes.value)
-        if parts.by_key_heads:
-            each = sizes.value_heads // sizes.key_heads
-            inputs = self._by_key_heads(prefix, parts.qkv, key_heads, [sizes.key, sizes.key, *[each * sizes.value] * 2])
-            strengths = self._by_key_heads(prefix, parts.beta, key_heads, [each, each])
-        else:
-            first = 0, whole.key_width, 2 * whole.key_width
-            inputs = [
-                *(
-                    tensors.rows(prefix, replace(parts.qkv, first_row=row), part)
-                    for row, part in zip(first, (keys, keys, values), strict=True)
-                ),
-                tensors.rows(prefix, parts.gate, values),
-            ]
-            strengths = [tensors.rows(prefix, part, value_heads) for part in (parts.beta, parts.decay)]
-        convolved = (keys, shifted(keys, whole.key_width), shifted(values, 2 * whole.key_width))
-        conv = torch.cat([tensors.kept(f"{prefix}{parts.conv}", rows, torch.float32)[:, 0] for rows in convolved])
-
-        def of_value_heads(name: str) -> Tensor:
-            return tensors.kept(f"{prefix}{name}", value_heads, torch.float32)
-
-        return DeltaWeights(
-            inputs=tensors.linear(tensors.together(inputs), None),
-            strengths=tensors.linear(tensors.plain(tensors.together(strengths)), None, "none"),
-            conv=conv,
-            decay=of_value_heads(parts.decay_log).exp(),
-            decay_bias=of_value_heads(parts.decay_bias),
-            norm=tensors.kept(f"{prefix}{parts.norm}.weight", dtype=torch.float32),
-            eps=config.rms_norm_eps,
-            sizes=sizes,
-        )
-
-    def _by_key_heads(self, prefix: str, part: Projection, heads: slice, widths: Sequence[int]) -> list[_Weight]:
-        """Return parts of a projection whose rows are, key head by key head, so many of each part."""
-        rows = of_heads(heads, sum(widths))
-        of_head = torch.arange(rows.stop - rows.start).view(-1, sum(widths))
-        places = torch.cat([some.reshape(-1) for some in torch.split(of_head, list(widths), dim=1)])
-        return [self._tensors.at_places(prefix, part, rows, places)]
 
     def _ends(self) -> EndWeights:
         """Return the embedding, the final norm and the LM head, the tables for this rank's part of the vocabulary."""
@@ -400,7 +353,7 @@ class _DecoderLoader:
         if spec is None:
             return None
         inner, tensors = self._shard.part(spec.size), self._tensors
-        gate_up = tensors.by_rows(prefix, [(spec.gate, inner), (spec.up, inner)])
+        gate_up = tensors.by_rows(prefix, [(part, inner) for part in (spec.gate, spec.up) if part is not None])
         return MlpWeights(gate_up, tensors.by_columns(prefix, spec.down, inner))
 
     def _routed(self, prefix: str, spec: ExpertsSpec | None) -> RoutedWeights | None:
@@ -436,8 +389,8 @@ class _DecoderLoader:
         scale = config.attention_scale or config.heads(index).dim ** -0.5
         return AttentionForm(scale, config.window(index), config.soft_cap, sinks, scales)
 
-    def _norm_if_any(self, prefix: str, name: str | None) -> Tensor | None:
-        return None if name is None else self._tensors.norm(f"{prefix}{name}")
+    def _norm_if_any(self, prefix: str | None, name: str | None) -> Tensor | None:
+        return None if prefix is None or name is None else self._tensors.norm(f"{prefix}{name}")
 
     def _head_norms(self, prefix: str, index: int) -> HeadNorms | None:
         config, parts = self._config, self._config.spec.layer
@@ -458,21 +411,6 @@ class _DecoderLoader:
         named = ((parts.q_row_norm, self._query_rows(index)), (parts.k_row_norm, self._kv_rows(index)))
         q, k = (in_order(self._tensors.norm(f"{prefix}{name}", rows), self._order) for name, rows in named)
         return RowNorms(q, k, self._shard.size, self._config.rms_norm_eps)
-
-
-def of_heads(heads: slice, width: int) -> slice:
-    """Return the rows, or columns, of these heads, each of which has `width`."""
-    return slice(heads.start * width, heads.stop * width)
-
-
-def shifted(rows: slice, first: int) -> slice:
-    """Return rows that begin behind `first` others."""
-    return slice(first + rows.start, first + rows.stop)
-
-
-def _of_rank(sizes: DeltaSizes, shard: Shard) -> DeltaSizes:
-    """Return the heads of one rank."""
-    return replace(sizes, key_heads=sizes.key_heads // shard.size, value_heads=sizes.value_heads // shard.size)
 
 
 def in_order(rows: Tensor, of_head: list[int] | None) -> Tensor:
@@ -530,7 +468,7 @@ class _ExpertsLoader:
             parts += parts[:1] * spare
             places = make_places(shard, total, spare, self._options.device)
         gate_up_bias = down_bias = None
-        if spec.are_stacked and spec.gate.has_bias:
+        if spec.are_stacked and spec.gate is not None and spec.gate.has_bias:
             gate_up_bias = self._plain(f"{prefix}{spec.gate.name}_bias", held, spare)[:, _columns(spec, inner)]
             if shard.has_whole_experts or shard.rank == 0:  # counts once
                 down_bias = self._plain(f"{prefix}{spec.down.name}_bias", held, spare)
@@ -545,19 +483,22 @@ class _ExpertsLoader:
             places,
         )
 
-    def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
+    def _of_one(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[Weight], Weight]:
         """Gate and up, and down, of tensors of their own."""
-        gate, up, down = (f"{prefix}{of_expert(part, expert).name}.weight" for part in (spec.gate, spec.up, spec.down))
+        parts = [part for part in (spec.gate, spec.up, spec.down) if part is not None]
+        *ups, down = (f"{prefix}{of_expert(part, expert).name}.weight" for part in parts)
         of_down = self._checkpoint.weight(down, columns=inner)
-        return [self._checkpoint.weight(name, inner) for name in (gate, up)], of_down
+        return [self._checkpoint.weight(name, inner) for name in ups], of_down
 
-    def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[_Weight], _Weight]:
+    def _of_stack(self, prefix: str, spec: ExpertsSpec, expert: int, inner: slice) -> tuple[list[Weight], Weight]:
         """Return weights as `_of_one`, from tensors that stack all experts."""
         gate_up, down = (
             self._checkpoint.weight(f"{prefix}{part.name}", slice(expert, expert + 1))
-            for part in (spec.gate, spec.down)
+            for part in (spec.up, spec.down)  # gates are in one tensor with ups
         )
         rows = _columns(spec, inner)
+        if spec.stacks_rows and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            return [gate_up[0][rows]], down[0][:, inner]
         return (
             [gate_up[0].T[rows] if isinstance(gate_up, Tensor) else gate_up.rows(rows)],
             down[0].T[:, inner] if isinstance(down, Tensor) else down.columns(inner),
@@ -568,7 +509,7 @@ class _ExpertsLoader:
         found = self._checkpoint.tensor(name, rows).to(device=self._options.device, dtype=self._options.dtype)
         return torch.cat([found, *[found[:1]] * spare])
 
-    def _together(self, weights: Sequence[_Weight]) -> _Weight:
+    def _together(self, weights: Sequence[Weight]) -> Weight:
         quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
         if len(quantized) == len(weights) and self._options.quantization == "auto":
             together = one_below_the_other(quantized)

@@ -23,6 +23,9 @@ INERT = frozenset(
         *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
         *("audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"),
         *("projection_hidden_size", "projection_layer_norm_eps"),
+        *("num_logits_to_keep", "z_loss_coefficient", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
+        *("mamba_chunk_size", "chunk_size", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+        *("residual_in_fp32", "moe_shared_expert_overlap", "mtp_layers_block_type"),
     }
 )
 """Fields that change nothing of what a decoder computes from text, or are read elsewhere."""

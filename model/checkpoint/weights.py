@@ -197,7 +197,7 @@ class Checkpoint:
             for layer in range(self._config.num_layers)
             for kind in "kv"
             for name in (
-                f"{spec.layers}.{layer}.{attention}.{part}_scale"
+                f"{self._config.prefixes(layer)[0]}{attention}.{part}_scale"
                 for part in ("kv", kind, f"{kind}_proj.{kind}", f"attn.{kind}")
             )
             if name in self._files
@@ -220,7 +220,7 @@ class Checkpoint:
         """Name each expert's projections where the files have one tensor of all experts, as transformers 5 keeps them:
         `gate_up_proj` [experts, 2 I, hidden] and `down_proj` [experts, hidden, I]."""
         spec, experts = config.spec, config.spec.layer.experts
-        if experts is None or experts.are_stacked:
+        if experts is None or experts.gate is None or experts.are_stacked:
             return
         base = experts.gate.name.partition("*")[0]
         stacks = (("gate_up_proj", (experts.gate, experts.up)), ("down_proj", (experts.down,)))

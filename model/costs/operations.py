@@ -6,12 +6,14 @@ number of a query and key, and of a weight and value. Sums over all layers; an e
 products is taken to be in one of their kernels, so that norms alone stand for themselves.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from twostroke.model.config import DeltaSizes, ModelConfig, ModelShape, Quantization
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.model.shapes.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import mean_seen
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
@@ -281,7 +283,7 @@ def _operations(
 
 def _state_operations(
     shape: ModelShape,
-    state: DeltaSizes,
+    state: StateSizes,
     formats: NumberFormats,
     tokens: int,
     layers: int,
@@ -290,13 +292,12 @@ def _state_operations(
 ) -> list[Operation]:
     """Return the operations of layers that keep a state, `rows` of which go through their outputs' projections.
 
-    A token multiplies each number of a state for the key's value, for the update, and for the query's (Yang et al.
-    2024, eq. 10). Each sequence's states are read once and written once.
+    Of a delta net a token multiplies each number for the key's value, for the update, and for the query's (Yang et al.
+    2024, eq. 10), of Mamba-2 for the last two. Each sequence's states are read once and written once.
     """
-    inputs = shape.hidden_size * (state.conv_width + state.value_width + 2 * state.value_heads)
-    output, around = shape.hidden_size * state.value_width, formats.attention_weight(shape)
-    matrices = state.value_heads * state.key * state.value
-    width = state.conv_width + 2 * state.value_width
+    inputs, output = shape.hidden_size * state.input_width, shape.hidden_size * state.output_width
+    matrices, around = math.prod(state.matrix), formats.attention_weight(shape)
+    width = state.conv_width + 2 * state.output_width
     return [
         Operation(
             "states' inputs",
@@ -308,7 +309,7 @@ def _state_operations(
         Operation(
             "states",
             "attention",
-            6.0 * tokens * layers * matrices,
+            2.0 * state.products * tokens * layers * matrices,
             kv_bytes=2.0 * FP32_BYTES * sequences * layers * (matrices + state.conv_width * (state.taps - 1)),
             activation_bytes=formats.itemsize * tokens * layers * width,
         ),
@@ -317,7 +318,7 @@ def _state_operations(
             "product",
             2.0 * rows * output,
             weight_bytes=around * layers * output,
-            activation_bytes=formats.itemsize * rows * (state.value_width + shape.hidden_size),
+            activation_bytes=formats.itemsize * rows * (state.output_width + shape.hidden_size),
         ),
     ]
 
@@ -359,12 +360,14 @@ def input_sizes(shape: ModelShape, layer: int = 0) -> tuple[int, int, int]:
 
 def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
     """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
-    experts = shape.experts_of(layer) if isinstance(shape, ModelConfig) else None
+    if not isinstance(shape, ModelConfig):
+        return 3 * shape.hidden_size * shape.intermediate_size
+    experts, mlp, matrices = shape.experts_of(layer), shape.mlp_of(layer), 2 if shape.spec.layer.gate is None else 3
+    features: float = 0 if mlp is None else mlp.size
     if experts is None:
-        is_wide = isinstance(shape, ModelConfig) and layer in shape.wide_layers
-        return 3 * shape.hidden_size * shape.intermediate_size * (2 if is_wide else 1)
-    features = experts.size * experts.routing.expected_hit(tokens) + (experts.shared.size if experts.shared else 0)
-    return shape.hidden_size * (3 * features + experts.routing.num_experts)
+        return shape.hidden_size * matrices * features
+    features += experts.size * experts.routing.expected_hit(tokens)
+    return shape.hidden_size * (matrices * features + experts.routing.num_experts)
 
 
 _BEYOND_WINDOWS = 1 << 20

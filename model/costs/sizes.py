@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twostroke.model.config import (
+    DeltaSpec,
     ExpertsSpec,
+    MambaSpec,
     ModelConfig,
     ModelShape,
     Projection,
     Quantization,
+    StateSpec,
     WeightForm,
 )
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
+from twostroke.model.shapes.state_sizes import DeltaSizes, StateSizes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
@@ -38,8 +42,8 @@ def num_active_parameters(config: ModelConfig) -> int:
     if experts is None:
         return parameters
     idle = experts.routing.num_experts - experts.routing.top_k
-    each = 3 * experts.size * config.hidden_size
-    if experts.gate.has_bias:
+    each = (2 if experts.gate is None else 3) * experts.size * config.hidden_size
+    if experts.gate is not None and experts.gate.has_bias:
         each += 2 * experts.size + config.hidden_size
     return parameters - config.num_routed_layers * idle * each
 
@@ -57,25 +61,31 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"{embedding.projection.name}.weight", (width, hidden)
         yield f"{embedding.projection_norm}.weight", (embedding.size,)
     for index in range(config.num_layers):
-        shapes = _attention_shapes(config, index)
+        prefix, mlp_prefix = config.prefixes(index)
+        layer, shapes = spec.layer, dict[str, tuple[int, ...]]()
         if (mlp := config.mlp_of(index)) is not None:
             parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
             shapes |= _shapes_of(parts)
         if (experts := config.experts_of(index)) is not None:
             shapes |= _shapes_of_experts(experts, hidden)
-        for name, shape in (shapes | _layer_embedding_shapes(config)).items():
-            yield f"{spec.layers}.{index}.{name}", shape
+        shapes |= _layer_embedding_shapes(config)
+        around = ((prefix, layer.input_norm), (mlp_prefix, layer.mlp_norm))
+        behind = ((prefix, layer.attention_norm), (mlp_prefix, layer.output_norm))
+        for before, norm in (*around, *behind):
+            if before is not None and norm is not None:
+                yield f"{before}{norm}.weight", (hidden,)
+        for before, of_part in ((prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)):
+            for name, shape in of_part.items():
+                yield f"{before}{name}", shape
 
 
-def _attention_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes around attention by names within a layer, with all of the layer's norms."""
-    layer, hidden = config.spec.layer, config.hidden_size
-    of_layer = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
+def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's attention, or of what keeps a state, by names within the layer."""
+    layer = config.spec.layer
     if config.keeps_state(index):
-        return {f"{norm}.weight": (hidden,) for norm in of_layer if norm is not None} | _delta_shapes(config)
+        return _state_shapes(config)
     owns_kv = config.kv_owner(index) == index
     norms = (
-        *((norm, hidden) for norm in of_layer),
         *((norm, config.heads(index).dim) for norm in (layer.q_norm, layer.k_norm if owns_kv else None)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
@@ -98,35 +108,46 @@ def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {f"{parts.norm}.weight": (hidden,)}
 
 
-def _delta_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's gated delta net."""
-    parts, sizes, hidden = config.spec.layer.delta, config.state, config.hidden_size
+def _state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer that keeps a state."""
+    parts, sizes, hidden = config.spec.layer.state, config.state, config.hidden_size
     if parts is None or sizes is None:
         return {}
-    heads, both = sizes.value_heads, sizes.conv_width + sizes.value_width
-    rows = (
-        [(parts.qkv, both, hidden), (parts.beta, 2 * heads, hidden)]
-        if parts.by_key_heads
-        else [
-            (parts.qkv, sizes.conv_width, hidden),
-            (parts.gate, sizes.value_width, hidden),
-            (parts.beta, heads, hidden),
-            (parts.decay, heads, hidden),
-        ]
-    )
-    return _shapes_of([*rows, (parts.output, hidden, sizes.value_width)]) | {
-        parts.conv: (sizes.conv_width, 1, sizes.taps),
-        parts.decay_log: (heads,),
-        parts.decay_bias: (heads,),
-        f"{parts.norm}.weight": (sizes.value,),
-    }
+    shapes = _shapes_of([*_state_projections(parts, sizes, hidden), (parts.output, hidden, sizes.output_width)])
+    shapes[parts.conv] = (sizes.conv_width, 1, sizes.taps)
+    if isinstance(parts, DeltaSpec) and isinstance(sizes, DeltaSizes):
+        shapes |= dict.fromkeys((parts.decay_log, parts.decay_bias), (sizes.value_heads,))
+        return shapes | {f"{parts.norm}.weight": (sizes.value,)}
+    if not isinstance(parts, DeltaSpec) and parts.conv_bias is not None:
+        shapes[parts.conv_bias] = (sizes.conv_width,)
+    if isinstance(parts, MambaSpec):
+        shapes |= dict.fromkeys((parts.decay_log, parts.skip, parts.step_bias), (sizes.matrix[0],))
+        shapes[f"{parts.norm}.weight"] = (sizes.output_width,)
+    return shapes
 
 
-def _shapes_of(projections: Iterable[tuple[Projection, int, int]]) -> dict[str, tuple[int, ...]]:
+def _state_projections(parts: StateSpec, sizes: StateSizes, hidden: int) -> list[tuple[Projection, int, int]]:
+    """Return the projections of such a layer's input, with rows and columns."""
+    if not isinstance(parts, DeltaSpec):
+        return [(parts.inputs, sizes.input_width, hidden)]
+    heads, width = sizes.matrix[0], sizes.output_width
+    if parts.by_key_heads:
+        return [(parts.qkv, sizes.conv_width + width, hidden), (parts.beta, 2 * heads, hidden)]
+    return [
+        (parts.qkv, sizes.conv_width, hidden),
+        (parts.gate, width, hidden),
+        (parts.beta, heads, hidden),
+        (parts.decay, heads, hidden),
+    ]
+
+
+def _shapes_of(projections: Iterable[tuple[Projection | None, int, int]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of projections given as (projection, rows, columns). Of several in one tensor the last one ends
     it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for projection, rows, columns in projections:
+        if projection is None:
+            continue
         shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
         if projection.has_bias:
             shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
@@ -154,15 +175,15 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     """Return the shapes of all of a layer's experts, by names within a layer."""
     count, size = spec.routing.num_experts, spec.size
     shapes: dict[str, tuple[int, ...]] = {}
-    if spec.are_stacked:
+    if spec.are_stacked and spec.gate is not None:
         for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes[part.name] = count, columns, rows
+            shapes[part.name] = (count, rows, columns) if spec.stacks_rows else (count, columns, rows)
             if part.has_bias:
                 shapes[f"{part.name}_bias"] = count, rows
         return shapes
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):
-        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts]
+        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts if part is not None]
         shapes |= _shapes_of(of_one)
     return shapes
 
@@ -281,19 +302,21 @@ def weight_bytes(
     ranks, stages = parallel.tensor_ranks, parallel.stages
     layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
     stage_of = {
-        str(index): stage for stage in range(stages) for index in stage_layers(config.num_layers, stages, stage)
+        prefix: stage
+        for stage in range(stages)
+        for index in stage_layers(config.num_layers, stages, stage)
+        for prefix in config.prefixes(index)
     }
     # What is computed by one projection is held in one form.
     together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
-    fused = {part.name: parts for parts in together for part in parts}
+    fused = {part.name: parts for parts in together if None not in parts for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
     if layer.latent is not None and layer.latent.index is not None:
         whole.add(layer.latent.index.weights.name)
-    conv = None
-    if layer.delta is not None:
-        whole |= {layer.delta.beta.name, layer.delta.decay.name}
-        conv = layer.delta.conv
+    conv = None if layer.state is None else layer.state.conv
+    if isinstance(layer.state, DeltaSpec):
+        whole |= {layer.state.beta.name, layer.state.decay.name}
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
     tables = {f"{config.spec.embedding}.weight"}
     if (embedding := config.spec.layer_embedding) is not None:
@@ -302,7 +325,7 @@ def weight_bytes(
     shapes = dict(expected_shapes(config))
     for name, shape in shapes.items():
         number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
-        stage = stage_of.get(number, 0)
+        stage = stage_of.get(f"{config.spec.layers}.{number}.", 0)
         is_table = name in tables
         form = stored.get(name)
         if name == head_name(config):
@@ -319,7 +342,8 @@ def weight_bytes(
             form = common_form([stored.get(one) for one in names if one in shapes]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
         elif len(shape) == 3 and name_in_layer != conv:
-            form, shape = form_of(quantization, form), (shape[0] * shape[2], shape[1])
+            rows, columns = shape[1:] if experts is not None and experts.stacks_rows else shape[:0:-1]
+            form, shape = form_of(quantization, form), (shape[0] * rows, columns)
         found = tensor_bytes(shape, itemsize, form)
         total[stage] += found
         of_experts[stage] += found if name_in_layer in each else 0
@@ -354,11 +378,11 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
         )
 
     dimensions = 3 if stored.method == "mxfp4" else 2
-    delta = config.spec.layer.delta
+    state = config.spec.layer.state
     weights = (
         name
         for name, shape in expected_shapes(config)
-        if len(shape) == dimensions and (delta is None or not name.endswith(delta.conv))
+        if len(shape) == dimensions and (state is None or not name.endswith(state.conv))
     )
     table = f"{config.spec.embedding}.weight"
     return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
@@ -394,8 +418,8 @@ def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -
         fault = f"its {config.num_kv_heads} KV heads"
     elif size > config.num_kv_heads and len({heads.number for heads in config.layer_heads}) > 1:
         fault = f"its {config.num_kv_heads} KV heads, of which layers have different numbers"
-    elif config.state is not None and (size > config.num_kv_heads or config.state.key_heads % size):
-        fault = f"its state's {config.state.key_heads} key heads, of which each KV head's are on one rank"
+    elif config.state is not None and (size > config.num_kv_heads or not config.state.can_be_shared_by(size)):
+        fault = "its states, of which each KV head's and each group's part is on one rank"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
         fault = f"its MLP's {uneven[0]} features"
     elif has_whole_experts and config.num_experts < size:

@@ -1,15 +1,21 @@
 """The backend of CPUs: numba kernels for what torch has no single pass for, torch for the prompt's attention."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
+from twostroke.model.architectures.delta_net import DeltaWeights
+from twostroke.model.architectures.mamba import MambaWeights
+from twostroke.model.architectures.short_convolution import ConvolutionWeights
+from twostroke.model.architectures.states import StateWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
     Chosen,
     Experts,
     ExpertWeights,
+    GroupNorm,
     HeadNorms,
     KVScales,
     LatentHeads,
@@ -26,24 +32,32 @@ from twostroke.model.cpu.kernels import attention, elementwise, experts
 from twostroke.model.cpu.kernels.core_lending import CoreLending
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
-from twostroke.model.cpu.kernels.states import delta_net
+from twostroke.model.cpu.kernels.states import delta_net, mamba, short_convolution
 from twostroke.model.parallel.context_parts import ContextParts
 
 
-class CpuDeltaNet(DeltaNet):
-    """A delta net whose single tokens numba computes; prompts are torch's."""
+class CpuStates:
+    """Implements model.backend.StateKernels; prompts are torch's."""
 
-    def __init__(self, weights: DeltaWeights, launcher: Launcher):
-        super().__init__(weights)
+    def __init__(self, launcher: Launcher):
         self._launcher = launcher
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory that a recorded step may keep."""
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Implement StateKernels.empty."""
         return self._launcher.empty(shape, dtype)
 
-    def decode(self, inputs: Tensor, strengths: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
-        """Implement DeltaNet.decode."""
-        delta_net.delta_step(self._launcher, inputs, strengths, self.weights, kv_layer, layout, out)
+    def step(
+        self, weights: StateWeights, products: Sequence[Tensor], kv_layer: Tensor, layout: BatchLayout, out: Tensor
+    ) -> None:
+        """Implement StateKernels.step."""
+        where = kv_layer, layout, out
+        match weights:
+            case DeltaWeights():
+                delta_net.delta_step(self._launcher, products, weights, *where)
+            case MambaWeights():
+                mamba.mamba_step(self._launcher, products, weights, *where)
+            case ConvolutionWeights():
+                short_convolution.convolution_step(self._launcher, products, weights, *where)
 
 
 class CpuBackend:
@@ -51,6 +65,7 @@ class CpuBackend:
 
     def __init__(self, lending: CoreLending | None = None) -> None:
         self.launcher = Launcher(lending)
+        self.state_kernels = CpuStates(self.launcher)
 
     def make_linear(
         self,
@@ -137,9 +152,13 @@ class CpuBackend:
         """Implement Backend.write_index_keys."""
         elementwise.write_index_keys(self.launcher, keys, norm, cos_sin, kv_layer, layout)
 
-    def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
-        """Implement Backend.make_delta_net."""
-        return CpuDeltaNet(weights, self.launcher)
+    def group_square_sums(self, x: Tensor, norm: GroupNorm) -> Tensor:
+        """Implement Backend.group_square_sums."""
+        return mamba.group_square_sums(self.launcher, x, norm)
+
+    def norm_groups(self, x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
+        """Implement Backend.norm_groups."""
+        return mamba.norm_groups(self.launcher, x, square_sums, norm, dtype)
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows; writes into x."""

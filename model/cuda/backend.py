@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model import reference
-from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -359,9 +358,10 @@ class CudaBackend:
     write_latents = staticmethod(write_latents)
     write_index_keys = staticmethod(reference.write_index_keys)  # torch's kernels
 
-    def make_delta_net(self, weights: DeltaWeights) -> DeltaNet:
-        """Implement Backend.make_delta_net with torch's kernels."""
-        return DeltaNet(weights)
+    state_kernels = None  # torch's kernels compute layers that keep a state
+
+    group_square_sums = staticmethod(reference.group_square_sums)
+    norm_groups = staticmethod(reference.norm_groups)
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows."""
@@ -375,12 +375,14 @@ class CudaBackend:
         return CudaLatentAttention(heads, self._target, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
+        if activation == "relu2":
+            return gate_up(x).relu_().square_()
         if isinstance(gate_up, CudaLinear | Fp8CudaLinear):
             return gate_up(x, activation=activation)
         return elementwise.gate(gate_up(x), activation)
 
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
-        if not isinstance(down, Fp8CudaLinear):
+        if not isinstance(down, Fp8CudaLinear) or activation == "relu2":
             return down(self.gated(x, gate_up, activation))
 
         def of_many(x: Tensor) -> Tensor:

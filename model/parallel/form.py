@@ -75,6 +75,16 @@ class Shard:
 WHOLE_MODEL = Shard()
 
 
+def of_heads(heads: slice, width: int) -> slice:
+    """Return the rows, or columns, of these heads, each of which has `width`."""
+    return slice(heads.start * width, heads.stop * width)
+
+
+def shifted(rows: slice, first: int) -> slice:
+    """Return rows that begin behind `first` others."""
+    return slice(first + rows.start, first + rows.stop)
+
+
 @dataclass(frozen=True)
 class ParallelForm:
     """Division of a model among the ranks of one engine."""

@@ -58,7 +58,6 @@ def changed(folder: Path, phi: Path, **fields: Any) -> Path:
         ),
         ("jamba", {}, "'jamba' keeps a state beside KV"),
         ("mamba", {}, "'mamba' keeps a state beside KV"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "2 layers called the attention 1 times"),
         ("t5", {}, "has an encoder"),
         ("vit", {}, "no decoder that writes text"),
         ("gemma3n_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that use another one's KV"),

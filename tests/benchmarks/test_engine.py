@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.architectures.test_conformance import FAMILY_SHAPES
+from tests.model.conftest import TINY
 from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
@@ -13,9 +15,13 @@ from twostroke.model.config import ModelConfig
 from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
 from twostroke.model.costs.sizes import expected_shapes
 
+HYBRIDS = ("granite4_dense", "nemotron_h", "lfm2")
+"""Small shapes whose layers keep other states than the bench's models."""
+
 
 def config_of(name: str) -> ModelConfig:
-    return parse_model_config({**MODELS[name], "max_position_embeddings": 4096}, "test")
+    raw = TINY | FAMILY_SHAPES[name] if name in HYBRIDS else MODELS[name]
+    return parse_model_config({**raw, "max_position_embeddings": 4096}, "test")
 
 
 def weights_of(config: ModelConfig) -> int:
@@ -27,20 +33,20 @@ def weights_of(config: ModelConfig) -> int:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "moe" not in name])
+@pytest.mark.parametrize("name", [*HYBRIDS, *(name for name in MODELS if "moe" not in name)])
 def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_for_each_row(name: str) -> None:
     config = config_of(name)
     weights, kv = weights_of(config), 8 * 300 * config.kv_values
-    layers, matrices, states = config.num_layers, 0, 0
+    layers, matrices, states, products = config.num_layers, 0, 0, 0
     if (sizes := config.state) is not None:
         layers = sum(not config.keeps_state(layer) for layer in range(config.num_layers))
-        matrices = (config.num_layers - layers) * sizes.value_heads * sizes.key * sizes.value
+        matrices = (config.num_layers - layers) * math.prod(sizes.matrix)
         inputs = (config.num_layers - layers) * sizes.conv_width * (sizes.taps - 1)
-        states = 8 * 2 * 4 * (matrices + inputs)  # in fp32, read and written
+        states, products = 8 * 2 * 4 * (matrices + inputs), 2 * sizes.products  # in fp32, read and written
     of_pair = 16 * (512 + 64 + 512) if name == "mla-small" else 2 * config.q_size
     work = decode_work(config, 8, 300, "none")
     assert work.bytes == 2 * (weights + kv) + states
-    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * layers + 6 * 8 * matrices
+    assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * layers + products * 8 * matrices
     head = config.hidden_size * config.vocab_size
     assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv + states
     assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv + states

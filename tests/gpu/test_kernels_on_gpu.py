@@ -11,7 +11,7 @@ from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, pag
 from twostroke.model import reference
 from twostroke.model.backend import Backend, Chosen, ExpertWeights, KVScales
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
-from twostroke.model.config import Activation, Quantization
+from twostroke.model.config import Activation, GatedActivation, Quantization
 from twostroke.model.cuda.backend import Fp8CudaLinear
 from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
@@ -52,7 +52,7 @@ def test_norms_equal_their_references(backend: Backend, rows: int, hidden: int, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 48), (7, 1433), (33, 64), (300, 1025)])
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", get_args(GatedActivation))
 @pytest.mark.parametrize("quantization", ["auto", "int8"])
 def test_gate_equals_its_reference(
     backend: Backend, quantization: Quantization, activation: Activation, rows: int, width: int, dtype: torch.dtype

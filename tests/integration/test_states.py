@@ -1,4 +1,4 @@
-"""States of gated delta nets are sent, shared as prefixes, swapped out and damaged, and no token changes by it."""
+"""States are sent, shared as prefixes, swapped out and damaged, and no token changes by it."""
 
 import asyncio
 from dataclasses import replace
@@ -54,6 +54,21 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.models) for way in MORE_WAYS)])
 async def test_states_are_sent_swapped_and_found_again(way: str, folder: Path, expected: list[list[int]]) -> None:
+    await check_way(way, folder, expected)
+
+
+OTHERS = {"granite4": RANKED, "nemotron_h": "shm, swapped out", "lfm2": "tcp"}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+async def test_states_of_other_kinds_are_sent_swapped_and_found_again(family: str, write_checkpoint: Any) -> None:
+    folder = write_checkpoint(seed=3, **FAMILY_SHAPES[family])
+    expected = await asyncio.to_thread(of_one_worker, folder, answers, PLENTY)
+    await check_way(OTHERS[family], folder, expected)
+
+
+async def check_way(way: str, folder: Path, expected: list[list[int]]) -> None:
+    """Serve a model in a way, cold and warm, and compare its answers."""
     shape = {**WAYS, **MORE_WAYS}[way]
     async with serve(folder, shape) as served:
         assert all(info.layout.state_numbers for info in served.fleet.infos)

@@ -8,7 +8,7 @@ from tests.kernels.paged_cases import assert_close, make_layout
 from twostroke.model import reference
 from twostroke.model.backend import HeadNorms, KVScales, RowNorms
 from twostroke.model.checkpoint.quantization import quantize
-from twostroke.model.config import Activation
+from twostroke.model.config import Activation, GatedActivation
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear
 from twostroke.model.cuda.kernels.elementwise import (
     add_rms_norm,
@@ -67,14 +67,14 @@ def test_norms_of_all_queries_and_all_keys_equal_their_references_and_leave_the_
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 1), (2, 1023), (1, 1024), (2, 1025)])
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", get_args(GatedActivation))
 def test_gate_equals_its_reference(activation: Activation, rows: int, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = (4 * torch.randn(rows, 2 * width)).to(dtype)
     assert_close(gate(gate_up, activation), reference.gate(gate_up, activation), scale=16)
 
 
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", get_args(GatedActivation))
 def test_gate_stays_finite_where_the_exponential_would_overflow(activation: Activation) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4, 1.0, 2.0, 3.0, 4.0, 5.0]])
     most = 7 / (1 + math.exp(-1.702 * 7))  # of the clamped gate, which is multiplied by up + 1

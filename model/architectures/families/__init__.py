@@ -19,6 +19,10 @@ from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3
 from twostroke.model.architectures.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
 from twostroke.model.architectures.families.gpt_oss import GPT_OSS
+from twostroke.model.architectures.families.hybrids.granite import BAMBA, GRANITE_HYBRID
+from twostroke.model.architectures.families.hybrids.lfm2 import LFM2, LFM2_MOE
+from twostroke.model.architectures.families.hybrids.nemotron_h import NEMOTRON_H
+from twostroke.model.architectures.families.hybrids.qwen import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from twostroke.model.architectures.families.llama import (
     GRANITE,
     LLAMA,
@@ -33,7 +37,6 @@ from twostroke.model.architectures.families.llama import (
 from twostroke.model.architectures.families.llama4 import LLAMA4
 from twostroke.model.architectures.families.olmo import OLMO2, OLMO3, OLMOE
 from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from twostroke.model.architectures.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from twostroke.model.architectures.families.wrappers import WRAPPERS
 
 _ALL = (
@@ -41,7 +44,7 @@ _ALL = (
     *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, LLAMA4, MINIMAX_M2),
     *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V32, GLM_MOE_DSA),
-    *(QWEN3_NEXT, QWEN35, QWEN35_MOE),
+    *(QWEN3_NEXT, QWEN35, QWEN35_MOE, GRANITE_HYBRID, BAMBA, LFM2, LFM2_MOE, NEMOTRON_H),
     *WRAPPERS,
 )
 FAMILIES: Mapping[str, Family] = {family.architecture: family for family in _ALL}

@@ -112,7 +112,8 @@ def with_one_qkv(config: ModelConfig) -> ModelConfig:
 def with_one_gate_up(config: ModelConfig) -> ModelConfig:
     """Checkpoints have gate and up in one projection."""
     layer, name = config.spec.layer, "mlp.gate_up_proj"
-    gate, up = replace(layer.gate, name=name), replace(layer.up, name=name, first_row=config.intermediate_size)
+    up = replace(layer.up, name=name, first_row=config.intermediate_size)
+    gate = replace(up, first_row=0)
     return replace(config, spec=replace(config.spec, layer=replace(layer, gate=gate, up=up)))
 
 
@@ -420,6 +421,15 @@ class ConfigFields:
         if not are_numbers or len(values) != count:
             raise self.error(name, f"expected a list of {count} positive numbers")
         return tuple(map(float, values))
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """Return the least and the greatest of some positive numbers, which may be infinite; (0, infinity) where it is
+        not set."""
+        values = self._get(name, [0.0, math.inf])
+        are_numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+        if not are_numbers or len(values) != 2 or not 0 <= values[0] <= values[1]:
+            raise self.error(name, f"expected the least and the greatest of positive numbers, found {shown(values)}")
+        return float(values[0]), float(values[1])
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)

@@ -180,7 +180,7 @@ def _layer_embedding(fields: ConfigFields, config: ModelConfig) -> LayerEmbeddin
 
 
 def _experts(
-    fields: ConfigFields, gate: Projection, up: Projection, down: Projection, config: ModelConfig
+    fields: ConfigFields, gate: Projection | None, up: Projection, down: Projection, config: ModelConfig
 ) -> ExpertsSpec | None:
     """Return the experts beside the MLP, whose projections are given; None: there are none."""
     if not fields.boolean("enable_moe_block", default=False):

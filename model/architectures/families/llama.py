@@ -114,14 +114,18 @@ PHI3 = Family("Phi3ForCausalLM", model_type="phi3", read_config=read_phi3_config
 
 
 def read_granite_config(fields: ConfigFields) -> ModelConfig:
-    """Raises ConfigError.
+    """Raises ConfigError."""
+    bias, mlp_bias = fields.boolean("attention_bias", default=False), fields.boolean("mlp_bias", default=False)
+    spec = decoder_spec("Granite", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
+    return with_multipliers(fields, read_decoder(fields, spec, Defaults()))
+
+
+def with_multipliers(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
+    """Return the config with the factors that Granite's files have. Raises ConfigError.
 
     What all layers add is multiplied by one factor. The residual is kept divided by that instead: the same but for the
     norms' eps, so no weight is changed.
     """
-    bias, mlp_bias = fields.boolean("attention_bias", default=False), fields.boolean("mlp_bias", default=False)
-    spec = decoder_spec("Granite", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
-    config = read_decoder(fields, spec, Defaults())
     added = fields.number("residual_multiplier", default=1.0)
     return replace(
         config,

@@ -293,14 +293,24 @@ def _activate(gate, up, out, activation):
         _gate_by_silu(gate, up, out)
 
 
+def _square_of_positive(x, out):
+    for i in range(out.shape[0]):
+        value = max(widen(x[i]), np.float32(0))
+        store(out, i, value * value)
+
+
 @Kernels
 def _gate(words):
     """words: gate_up, out, inner size, the activation's place in ACTIVATIONS."""
     rows, inner, activation = words[1], words[5], words[6]
+    alone = carray(as_stored(words, words[3]), (rows, inner))
     gate_up = carray(as_stored(words, words[3]), (rows, 2, inner))
     out = carray(as_stored(words, words[4]), (rows, inner))
     for row in taken(words, rows):
-        _activate(gate_up[row, 0], gate_up[row, 1], out[row], activation)
+        if activation == 3:
+            _square_of_positive(alone[row], out[row])
+        else:
+            _activate(gate_up[row, 0], gate_up[row, 1], out[row], activation)
 
 
 @Kernels
@@ -468,8 +478,8 @@ def turn_queries(launcher: Launcher, q: Tensor, out: Tensor, cos_sin: Tensor, po
 
 
 def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
-    """gate_up contiguous [T, 2 I] -> [T, I]."""
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    """gate_up contiguous [T, 2 I], or [T, I] where there is no gate -> [T, I]."""
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // (1 if activation == "relu2" else 2)
     out = launcher.empty((rows, inner), gate_up.dtype)
     number = ACTIVATIONS.index(activation)
     launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, number)

@@ -255,7 +255,10 @@ def gate_up_kernel(
         real = (places < end)[None, :]
         tokens = tl.load(choices + places, mask=places < end, other=0) // TOP_K
         features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        rows = expert * (2 * SIZE) + tl.minimum(features, SIZE - 1)
+        if ACTIVATION == "relu2":
+            rows = expert * SIZE + tl.minimum(features, SIZE - 1)
+        else:
+            rows = expert * (2 * SIZE) + tl.minimum(features, SIZE - 1)
         x_rows = x + tokens.to(tl.int64)[None, :] * num_columns
         gate = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -266,12 +269,13 @@ def gate_up_kernel(
                 KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
             )  # fmt: skip
             gate = tl.dot(w.to(x_tile.dtype), x_tile, acc=gate, input_precision=PRECISION)
-            w = load_rows(
-                weight, scales, offsets, factors, rows + SIZE, start, num_rows, num_columns,
-                KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
-            )  # fmt: skip
-            up = tl.dot(w.to(x_tile.dtype), x_tile, acc=up, input_precision=PRECISION)
-        if HAS_BIAS:
+            if ACTIVATION != "relu2":
+                w = load_rows(
+                    weight, scales, offsets, factors, rows + SIZE, start, num_rows, num_columns,
+                    KIND, GROUP, BLOCK_N, BLOCK_K, STRIDE, HAS_OFFSETS,
+                )  # fmt: skip
+                up = tl.dot(w.to(x_tile.dtype), x_tile, acc=up, input_precision=PRECISION)
+        if HAS_BIAS:  # which none without a gate has
             gate += tl.load(bias + rows).to(tl.float32)[:, None]
             up += tl.load(bias + rows + SIZE).to(tl.float32)[:, None]
         at = places.to(tl.int64)[None, :] * SIZE + features[:, None]
@@ -445,7 +449,7 @@ def compute(
         "BLOCK_K": config.block_k,
     }
     tiles |= {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    size = gate_up.shape[0] // (2 * number)
+    size = gate_up.shape[0] // (number if activation == "relu2" else 2 * number)
     inner = torch.empty((tokens * top_k, size), dtype=x.dtype, device=x.device)
     # A token takes no expert twice. Of experts that are elsewhere no tile is launched.
     row_tiles = triton.cdiv(tokens * min(top_k, number), config.block_t) + number

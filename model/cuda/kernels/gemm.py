@@ -349,11 +349,16 @@ def load_x(x_rows, real, columns, num_columns, WHOLE_STEPS: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up, of fp32. All activations are gate * sigmoid(x): SiLU's x is the gate itself.
+    """activation(gate) * up, of fp32, or relu^2 of what has no gate.
+
+    All activations of gates are gate * sigmoid(x): SiLU's x is the gate itself.
 
     GELU by its approximation with tanh: 0.5 (1 + tanh(u)) = sigmoid(2 u).
     """
     x = gate
+    if ACTIVATION == "relu2":
+        gate = tl.where(gate < 0.0, 0.0, gate)
+        return gate * gate
     if ACTIVATION == "gelu_tanh":
         x = _TWO_SQRT_2_PI * gate * (1.0 + 0.044715 * gate * gate)
     if ACTIVATION == "clamped":

@@ -109,13 +109,16 @@ def test_programs_are_as_many_as_tiles_of_all_choices_and_one_more_an_expert(
         (torch.bfloat16, "", 70, "gelu_tanh"),
         (torch.bfloat16, "int4 by 16 with offsets", 5, "silu"),
         (torch.bfloat16, "int8 by rows", 50, "silu"),
+        (torch.bfloat16, "", 70, "relu2"),
+        (torch.bfloat16, "int8 by rows", 5, "relu2"),
         (torch.bfloat16, "fp4 by 32", 5, "clamped"),
     ],
 )
 def test_experts_compute_what_the_reference_does(
     dtype: torch.dtype, form: str, tokens: int, activation: Activation
 ) -> None:
-    weights = expert_weights(dtype, number=3, form=form, size=48, hidden=72, has_bias=activation == "clamped")
+    is_clamped, has_gate = activation == "clamped", activation != "relu2"
+    weights = expert_weights(dtype, number=3, form=form, size=48, hidden=72, has_bias=is_clamped, has_gate=has_gate)
     x, chosen = torch.randn(tokens, 72).to(dtype), choices(tokens, 3, 2)
     expected = reference.experts(x, chosen, weights, activation)
     experts = CudaBackend(H100).make_experts(weights, activation, "auto", dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.paged_cases import TOLERANCES, assert_close
 from twostroke.model import reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
-from twostroke.model.config import Activation
+from twostroke.model.config import Activation, GatedActivation
 from twostroke.model.cuda.backend import CudaLinear
 from twostroke.model.cuda.kernels.gemm import (
     Bits,
@@ -58,7 +58,7 @@ def test_gemm_equals_its_reference(tokens: int, rows: int, columns: int, bits: B
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("activation", get_args(GatedActivation))
 @pytest.mark.parametrize(("tokens", "width", "columns"), [(1, 1, 128), (5, 8, 160), (16, 21, 256), (3, 40, 128)])
 def test_a_product_ends_in_the_gate_of_its_halves(
     tokens: int, width: int, columns: int, activation: Activation, bits: Bits, splits: int

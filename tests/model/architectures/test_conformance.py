@@ -17,6 +17,7 @@ from tests.model.conftest import make_decoder
 from twostroke.model.bundled import BUNDLED_MODEL_DIR as BUNDLED
 from twostroke.model.captured_steps import StepReplays
 from twostroke.model.checkpoint.config_file import load_model_config
+from twostroke.model.config import ModelConfig
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
 from twostroke.model.runner import ModelRunner
@@ -61,6 +62,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 SEEDS = {
     "mistral_window": 1,
     "olmo3": 1,
+    "granite4_dense": 2,
+    "nemotron_h": 3,
+    "nemotron_h_experts": 1,
     "gqa": 3,
     "mqa": 3,
     "tied": 3,
@@ -96,6 +100,18 @@ DELTA: dict[str, Any] = {
     **{"num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 2, "partial_rotary_factor": 0.25},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+MAMBA: dict[str, Any] = {
+    **{"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 6, "mamba_n_groups": 1, "mamba_expand": 1},
+}
+GRANITE4: dict[str, Any] = MAMBA | {
+    **{"layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 40},
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 2.0},
+}
+NEMOTRON_H: dict[str, Any] = {
+    **{"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    **{"ssm_state_size": 6, "n_groups": 2},
 }
 LLAMA4: dict[str, Any] = {
     **{"head_dim": 16, "num_hidden_layers": 4, "num_local_experts": 5, "intermediate_size": 40},
@@ -332,6 +348,79 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=20,
         final_logit_softcapping=3.0,
     ),
+    "granite4": family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        **GRANITE4,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        position_embedding_type="nope",
+    ),
+    "granite4_dense": family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        **GRANITE4 | {"mamba_n_groups": 4, "mamba_conv_bias": False},
+        num_local_experts=0,
+        position_embedding_type="rope",
+    ),
+    "granite4_attention": family(
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        **GRANITE4 | {"layer_types": ["attention"] * 4},
+        num_local_experts=0,
+        position_embedding_type="rope",
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "bamba": family("bamba", "Bamba", **MAMBA, attn_layer_indices=[1]),
+    "nemotron_h": family(
+        "nemotron_h",
+        "NemotronH",
+        **NEMOTRON_H,
+        hybrid_override_pattern="M-M*-M",
+        num_hidden_layers=6,
+        mlp_bias=True,
+        use_bias=True,
+        num_nextn_predict_layers=1,
+    ),
+    "nemotron_h_experts": family(
+        "nemotron_h",
+        "NemotronH",
+        **NEMOTRON_H | {"n_groups": 4},
+        layers_block_type=["mamba", "moe", "attention", "mamba", "mlp", "mamba", "moe"],
+        num_hidden_layers=7,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=20,
+        moe_shared_expert_intermediate_size=24,
+        routed_scaling_factor=1.7,
+    ),
+    "lfm2": family(
+        "lfm2",
+        "Lfm2",
+        num_hidden_layers=4,
+        full_attn_idxs=[1],
+        conv_bias=True,
+        conv_L_cache=4,
+        block_ff_dim=60,
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.2,
+        tie_embedding=True,
+    ),
+    "lfm2_moe": family(
+        "lfm2_moe",
+        "Lfm2Moe",
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", F, "conv"],
+        num_dense_layers=1,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=20,
+        routed_scaling_factor=1.7,
+        norm_eps=1e-5,
+    ),
     "llama4": family(
         "llama4_text",
         "Llama4",
@@ -385,11 +474,18 @@ def random_prompts(vocab_size: int, seed: int, lengths: tuple[int, ...] = PROMPT
     return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
+def counts_padding(config: ModelConfig) -> bool:
+    """Return True if transformers' results depend on padding: positions scale queries, or a state's inputs have a bias,
+    which the convolution sees at padding, too."""
+    inputs = getattr(config.spec.layer.state, "inputs", None)
+    return config.query_scale is not None or (inputs is not None and inputs.has_bias)
+
+
 def reference(
     folder: Path, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, auto_class: Any = AutoModelForCausalLM
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Return transformers' tokens, and its margins between the best two logits, [prompts, new_tokens]."""
-    if load_model_config(folder).query_scale and len(prompts) > 1:  # transformers counts padding as positions there
+    if counts_padding(load_model_config(folder)) and len(prompts) > 1:
         tokens, margins = zip(*[reference(folder, [prompt], new_tokens, auto_class) for prompt in prompts], strict=True)
         return [row for rows in tokens for row in rows], torch.cat(margins)
     reference_model = auto_class.from_pretrained(folder, dtype=torch.float32).eval()

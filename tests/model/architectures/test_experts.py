@@ -109,7 +109,14 @@ def test_whatever_the_logits_are_those_chosen_are_different_experts(routing: Rou
 
 
 def expert_weights(
-    dtype: torch.dtype, *, number: int = 5, hidden: int = 64, size: int = 40, form: str = "", has_bias: bool = True
+    dtype: torch.dtype,
+    *,
+    number: int = 5,
+    hidden: int = 64,
+    size: int = 40,
+    form: str = "",
+    has_bias: bool = True,
+    has_gate: bool = True,
 ) -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
 
@@ -122,11 +129,10 @@ def expert_weights(
             return random_quantized(form, rows, columns)
         return (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
 
-    biases = [torch.randn(number, rows, generator=generator).to(dtype) for rows in (2 * size, hidden)]
+    inner = 2 * size if has_gate else size
+    biases = [torch.randn(number, rows, generator=generator).to(dtype) for rows in (inner, hidden)]
     gate_up_bias, down_bias = biases if has_bias else (None, None)
-    return ExpertWeights(
-        number, weight(number * 2 * size, hidden), weight(number * hidden, size), gate_up_bias, down_bias
-    )
+    return ExpertWeights(number, weight(number * inner, hidden), weight(number * hidden, size), gate_up_bias, down_bias)
 
 
 def choices(tokens: int, number: int, top_k: int, seed: int = 0) -> Chosen:
@@ -143,13 +149,14 @@ def close(actual: Tensor, expected: Tensor, factor: float = 1.0) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * size * factor)
 
 
-@pytest.mark.parametrize("activation", ["silu", "clamped"])
+@pytest.mark.parametrize("activation", ["silu", "clamped", "relu2"])
 @pytest.mark.parametrize(("tokens", "size"), [(1, 40), (3, 64), (77, 33), (700, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_compute_what_the_reference_does(
     dtype: torch.dtype, tokens: int, size: int, activation: Activation
 ) -> None:
-    weights = expert_weights(dtype, size=size, has_bias=activation == "clamped")
+    has_gate = activation != "relu2"
+    weights = expert_weights(dtype, size=size, has_bias=activation == "clamped", has_gate=has_gate)
     x, chosen = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1)).to(dtype), choices(tokens, 5, 2)
     expected = reference.experts(x, chosen, weights, activation)
     hits = torch.bincount(chosen.experts.flatten(), minlength=5)

@@ -21,9 +21,19 @@ UNUSED = {
     "deepseek_v2": {"norm_topk_prob"},
     **{key: {"num_nextn_predict_layers"} for key in ("deepseek_v3", "kimi_k25")},
     **{key: {"mlp_bias"} for key in ("deepseek_v32", "glm_moe_dsa")},
+    "nemotron_h": {"sliding_window", "expand", "mamba_proj_bias", "time_step_limit", "num_nextn_predict_layers"},
     **{key: {"attn_logit_softcapping", "_sliding_window_pattern"} for key in ("gemma3_text", "gemma3")},
 }
 """Fields that a class has, and that transformers' modules do not read."""
+MIXED = ["linear_attention"] * 3 + ["full_attention"]
+NEEDED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_attention_heads": 64},  # or the hidden size is no multiple of it, and there is no head_dim
+    "granitemoehybrid": {"layer_types": MIXED},
+    "bamba": {"attn_layer_indices": [3]},
+    "nemotron_h": {"layers_block_type": [*MIXED, "moe"]},
+    "lfm2_moe": {"layer_types": ["conv"] * 3 + ["full_attention"]},
+}
+"""Fields without which the defaults of a class make no model that is served."""
 VARIED: tuple[dict[str, Any], ...] = (
     {},
     {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
@@ -39,9 +49,7 @@ def written_by_transformers(family: Family) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_hidden_layers": 4}
     if family in WRAPPERS:
         return dict(kind(text_config=fields).to_dict())
-    if family.model_type == "glm4_moe":
-        fields["num_attention_heads"] = 64  # or the hidden size is no multiple of it, and there is no head_dim
-    return dict(kind(**fields).to_dict())
+    return dict(kind(**fields | NEEDED.get(family.model_type, {})).to_dict())
 
 
 def asked_of(family: Family) -> set[str]:

@@ -1,7 +1,5 @@
 """Each CPU kernel against its plain torch reference, in fp32 and bf16."""
 
-from typing import get_args
-
 import pytest
 import torch
 from torch import Tensor
@@ -61,7 +59,7 @@ def test_the_gated_activation_stays_finite_at_the_ends(gate: float, activation: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_are_multiplied_by_activated_gates(dtype: torch.dtype) -> None:
     gates, x = torch.randn(7, 24).to(dtype), torch.randn(7, 60).to(dtype)
-    for activation in get_args(Activation):
+    for activation in ("silu", "gelu_tanh", "clamped"):
         close(BACKEND.gate_columns(gates, x, 16, activation), reference.gate_columns(gates, x, 16, activation))
 
 

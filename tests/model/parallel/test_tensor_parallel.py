@@ -66,6 +66,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "delta nets": FAMILY_SHAPES["qwen3_5"]
     | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
+    "Mamba-2 of one group": FAMILY_SHAPES["granite4"] | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "Mamba-2 of two groups, experts without gates": FAMILY_SHAPES["nemotron_h_experts"]
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "n_groups": 2},
+    "short convolutions": FAMILY_SHAPES["lfm2"] | {"num_key_value_heads": 4},
     "latents whose queries are scaled": MISTRAL4,
     "wide heads, shared keys, embeddings for each layer": FAMILY_SHAPES["gemma4"],
     "fewer and wider heads, experts beside the MLP": FAMILY_SHAPES["gemma4_large"]

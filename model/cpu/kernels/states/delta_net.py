@@ -9,6 +9,8 @@ a the decay, what a state gives of keys and queries is summed in one pass, so th
 Reference: model/architectures/delta_net.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numba import carray
 from torch import Tensor
@@ -17,7 +19,6 @@ from twostroke.model.architectures.delta_net import NORM_EPS, DeltaWeights
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels.floats import sigmoid, store, widen
 from twostroke.model.cpu.kernels.launch import (
-    Kernel,
     Kernels,
     as_floats,
     as_integers,
@@ -28,26 +29,15 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.states.parts import convolve, count_tokens, part_of, soft_plus
 
 
 @compiled
-def _soft_plus(x):
-    return max(x, np.float32(0)) + np.log(np.float32(1) + np.exp(-abs(x)))
-
-
-@compiled
-def _convolve(row, first, conv, before, after, place, is_first, out):
-    """Convolve as many channels as `out` has, from the input's `first` on, and move their last inputs on by one."""
-    taps = conv.shape[1]
+def _convolve_neighbours(row, first, conv, before, after, place, is_first, out):
+    """Convolve as many channels as `out` has, from the input's `first` on."""
     for i in range(out.shape[0]):
-        new, at = widen(row[first + i]), place + i * (taps - 1)
-        total = conv[first + i, taps - 1] * new
-        for tap in range(taps - 1):
-            old = np.float32(0) if is_first else before[at + tap]
-            total += conv[first + i, tap] * old
-            if tap > 0:
-                after[at + tap - 1] = old
-        after[at + taps - 2] = new
+        at = place + i * (conv.shape[1] - 1)
+        total = convolve(widen(row[first + i]), conv, first + i, before, after, at, is_first)
         out[i] = total * sigmoid(total)
 
 
@@ -102,7 +92,6 @@ def _delta_step(words):
     out = carray(as_stored(words, words[12]), (count, value_heads * value))
     keys_of_part, values_of_part = key_heads // kv_heads, value_heads // kv_heads
     matrices = values_of_part * half * value
-    numbers = part_bytes // 4
     q, k, v = np.empty(key, np.float32), np.empty(key, np.float32), np.empty(value, np.float32)
     known, through = np.empty(value, np.float32), np.empty(value, np.float32)
     for item in taken(words, items):
@@ -112,15 +101,15 @@ def _delta_step(words):
         is_first = position == 0
         source = np.int64(tables[sequence, max(position - 1, 0) // size])
         target = np.int64(tables[sequence, position // size])
-        before_keys = carray(as_floats(words[9] + (source * 2 * kv_heads + part) * part_bytes), (numbers,))
-        before_values = carray(as_floats(words[9] + ((source * 2 + 1) * kv_heads + part) * part_bytes), (numbers,))
-        after_keys = carray(as_floats(words[9] + (target * 2 * kv_heads + part) * part_bytes), (numbers,))
-        after_values = carray(as_floats(words[9] + ((target * 2 + 1) * kv_heads + part) * part_bytes), (numbers,))
+        before_keys = part_of(words[9], source, 0, part, kv_heads, part_bytes)
+        before_values = part_of(words[9], source, 1, part, kv_heads, part_bytes)
+        after_keys = part_of(words[9], target, 0, part, kv_heads, part_bytes)
+        after_values = part_of(words[9], target, 1, part, kv_heads, part_bytes)
         row = inputs[sequence]
         place = matrices + inside * key * (taps - 1)
-        _convolve(row, head * key, conv, before_keys, after_keys, place, is_first, q)
+        _convolve_neighbours(row, head * key, conv, before_keys, after_keys, place, is_first, q)
         place += keys_of_part * key * (taps - 1)
-        _convolve(row, (key_heads + head) * key, conv, before_keys, after_keys, place, is_first, k)
+        _convolve_neighbours(row, (key_heads + head) * key, conv, before_keys, after_keys, place, is_first, k)
         _to_length(q, np.float32(1) / np.sqrt(np.float32(key)))
         _to_length(k, np.float32(1))
         match = np.float32(0)
@@ -131,9 +120,9 @@ def _delta_step(words):
             own, inside_part = head * each + index, inside * each + index
             channel = 2 * key_heads * key + own * value
             place = matrices + inside_part * value * (taps - 1)
-            _convolve(row, channel, conv, before_values, after_values, place, is_first, v)
+            _convolve_neighbours(row, channel, conv, before_values, after_values, place, is_first, v)
             beta = sigmoid(strengths[sequence, own])
-            decay = np.exp(-decays[own] * _soft_plus(strengths[sequence, value_heads + own] + biases[own]))
+            decay = np.exp(-decays[own] * soft_plus(strengths[sequence, value_heads + own] + biases[own]))
             if not is_first and seen != np.float32(position):
                 decay = np.float32(np.nan)
             begin, end = inside_part * half * value, (inside_part + 1) * half * value
@@ -161,31 +150,16 @@ def _delta_step(words):
                 store(out[sequence], first + c, through[c] * factor * norm[c] * gate * sigmoid(gate))
 
 
-@Kernel
-def _count_token(words):
-    """words: cache, tables, positions, KV heads, bytes of a block's part, tokens of a block, rows of a table, the
-    count's place in a part; items are sequences."""
-    kv_heads, part_bytes, size, width, place = words[6], words[7], words[8], words[9], words[10]
-    tables = carray(as_short_integers(words[4]), (words[1], width))
-    positions = carray(as_integers(words[5]), (words[1],))
-    for sequence in taken(words, words[1]):
-        position = positions[sequence]
-        block = np.int64(tables[sequence, position // size])
-        for part in range(kv_heads):
-            address = words[3] + ((block * 2 + 1) * kv_heads + part) * part_bytes
-            carray(as_floats(address), (part_bytes // 4,))[place] = np.float32(position + 1)
-
-
 def delta_step(
     launcher: Launcher,
-    inputs: Tensor,
-    strengths: Tensor,
+    products: Sequence[Tensor],
     weights: DeltaWeights,
     kv_layer: Tensor,
     layout: BatchLayout,
     out: Tensor,
 ) -> None:
-    """Compute the step's single tokens, as DeltaNet.decode does."""
+    """Implement StateKernels.step."""
+    inputs, strengths = products
     sizes, count = weights.sizes, layout.num_decodes
     _, _, kv_heads, size, dim = kv_layer.shape
     part_bytes, tables = size * dim * kv_layer.itemsize, layout.block_tables
@@ -198,10 +172,4 @@ def delta_step(
         *(kv_layer, tables, layout.positions, out),
         *(inputs.shape[1], *heads, part_bytes, size, tables.shape[1], weights.eps),
     )
-    place = sizes.numbers_in(1, kv_heads) - 1
-    launcher.run(
-        _count_token,
-        count,
-        16,
-        *(kv_layer, tables, layout.positions, kv_heads, part_bytes, size, tables.shape[1], place),
-    )
+    count_tokens(launcher, sizes, kv_layer, layout)

@@ -17,7 +17,8 @@ from twostroke.model.architectures.families.family import (
     with_experts,
 )
 from twostroke.model.architectures.families.qwen import dense_layers, with_shared_expert
-from twostroke.model.config import DeltaSizes, DeltaSpec, ModelConfig, Projection
+from twostroke.model.config import DeltaSpec, ModelConfig, Projection
+from twostroke.model.shapes.state_sizes import DeltaSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 _DELTA = DeltaSpec(
@@ -48,7 +49,7 @@ def _read(fields: ConfigFields, family: str, delta: DeltaSpec) -> ModelConfig:
         raise fields.error("attention_bias", "biases of gated attention are not supported")
     spec = decoder_spec(family, has_head_norms=True)
     config = read_decoder(fields, replace(spec, norms_add_one=True), _DEFAULTS)
-    layer = replace(spec.layer, gates_output=True, delta=delta)
+    layer = replace(spec.layer, gates_output=True, state=delta)
     return replace(
         config,
         spec=replace(config.spec, layer=layer, ignored=("mtp.",)),

@@ -1,0 +1,1 @@
+"""Families whose layers keep a state instead of keys and values, but for some that attend."""

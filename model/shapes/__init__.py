@@ -1,0 +1,1 @@
+"""Sizes of layers that model/config.py puts together. No torch here."""
