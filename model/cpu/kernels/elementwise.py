@@ -293,6 +293,7 @@ def _activate(gate, up, out, activation):
         _gate_by_silu(gate, up, out)
 
 
+@compiled
 def _square_of_positive(x, out):
     for i in range(out.shape[0]):
         value = max(widen(x[i]), np.float32(0))
