@@ -31,7 +31,7 @@ WHOLE_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done to the tensors of one file, by its metadata."""
+    """The converter's changes to the tensors of one file, by its metadata."""
 
     key_heads: int
     value_heads: int

@@ -165,14 +165,14 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
     assert len(found.digest()) == 16
 
 
-HYBRID_SIZES = DELTA | SIZES | {"linear_value_head_dim": 32, "num_attention_heads": 4}
+HYBRID_SIZES = DELTA | SIZES | {"linear_value_head_dim": 32, "linear_num_value_heads": 6}
 HYBRID_STEMS = {name: stem for stem, name in (NAMES | HYBRID_NAMES).items() if stem != "ffn_norm"}
 WHOLE_STEMS = {name: stem for stem, name in WHOLE_NAMES.items()}
 
 
 def dealt(values: NDArray[np.float32], first: int, width: int) -> NDArray[np.float32]:
-    """Deal out the value heads behind `first` rows as llama.cpp's converter does: four of two key heads."""
-    heads = values[first:].reshape(2, 2, width, *values.shape[1:]).swapaxes(0, 1)
+    """Deal out the value heads behind `first` rows as llama.cpp's converter does: six of two key heads."""
+    heads = values[first:].reshape(2, 3, width, *values.shape[1:]).swapaxes(0, 1)
     return np.concatenate((values[:first], heads.reshape(-1, *values.shape[1:])))
 
 
@@ -210,9 +210,9 @@ def write_hybrid(folder: Path, path: Path, kind: GGMLQuantizationType, kv_heads:
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
     writer.add_rope_freq_base(raw["rope_theta"])
     writer.add_rope_dimension_count(raw["head_dim"] // 4)
-    for name, number in (("conv_kernel", 4), ("group_count", 2), ("time_step_rank", 4), ("state_size", 8)):
+    for name, number in (("conv_kernel", 4), ("group_count", 2), ("time_step_rank", 6), ("state_size", 8)):
         writer.add_uint32(f"qwen35.ssm.{name}", number)
-    writer.add_uint32("qwen35.ssm.inner_size", 4 * 32)
+    writer.add_uint32("qwen35.ssm.inner_size", 6 * 32)
     writer.add_uint32("qwen35.full_attention_interval", 4)
     tokenizer = Tokenizer.from_str(json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}))
     tokenizer.add_tokens([f"t{index}" for index in range(raw["vocab_size"])])
@@ -259,7 +259,7 @@ def test_a_hybrids_file_generates_what_its_folder_does(
         ours = ours.dequantized(torch.float32) if isinstance(ours, QuantizedWeight) else ours
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
     prompts = random_prompts(96, 1, LENGTHS)
-    outputs = [generate(make_runner(each, 32, 64), prompts, 24, chunk=37, block_size=32) for each in (folder, unpacked)]
+    outputs = [generate(make_runner(each, 64, 16), prompts, 24, chunk=37, block_size=64) for each in (folder, unpacked)]
     assert outputs[0] == outputs[1]
 
 
@@ -342,6 +342,7 @@ def test_angles_are_scaled_as_the_file_says(tmp_path: Path) -> None:
     ("fields", "named"),
     [
         ({"rope.scaling.attn_factor": 0.5}, r"rope\.scaling\.attn_factor is not supported"),
+        ({"nextn_predict_layers": 1}, r"llama\.nextn_predict_layers is not supported: take a file without MTP layers"),
         ({"attention.head_count": 0}, r"llama\.attention\.head_count: expected a positive number, found 0"),
         ({"embedding_length": "64"}, r"llama\.embedding_length: expected a positive number, found '64'"),
     ],
