@@ -43,7 +43,7 @@ class WeightForm:
 class StoredQuantization:
     """Form of a checkpoint's projections in its files, where each is quantised in several tensors."""
 
-    method: Literal["fp8", "int8", "packed", "awq", "gptq", "mxfp4"]
+    method: Literal["fp8", "int8", "packed", "awq", "gptq", "fp4", "mxfp4"]  # mxfp4: stacked experts alone
     form: WeightForm  # what they are held in
     left: tuple[str, ...] = ()  # modules that are not quantised: their names, parts of those, and `re:` patterns
     block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale

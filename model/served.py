@@ -98,7 +98,9 @@ class NativeModel:
         self._folder = folder
         self.shape = load_model_config(folder)
         self.family = self.shape.spec.family
-        if self.shape.tie_word_embeddings and has_weights(folder):
+        experts = self.shape.spec.layer.experts
+        depends_on_files = self.shape.tie_word_embeddings or (experts is not None and experts.are_stacked)
+        if depends_on_files and has_weights(folder):
             self.shape = self._checkpoint.config
 
     @property

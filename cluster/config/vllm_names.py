@@ -124,7 +124,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "quantization": {
         **dict.fromkeys(
-            ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "gguf", "mxfp4"),
+            ("awq", "awq_marlin", "gptq", "gptq_marlin", "fp8", "compressed-tensors", "gguf", "mxfp4", "modelopt"),
             "a checkpoint that is quantised so tells of it: leave it out",
         ),
         "bitsandbytes": "int8 and int4 quantise weights as they are loaded",

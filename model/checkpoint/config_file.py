@@ -14,7 +14,8 @@ from twostroke.model.config import ModelConfig
 from twostroke.protocol.errors import ConfigError
 
 CONFIG_FILE = "config.json"
-QUANTIZATION_FILE = "quantize_config.json"  # AutoGPTQ's, before it stood in config.json
+QUANTIZATION_FILES = {"gptq": "quantize_config.json", "modelopt": "hf_quant_config.json"}
+"""Files that say it where config.json does not: AutoGPTQ's and ModelOpt's, of before."""
 MOST_JSON_BYTES = 64 << 20
 
 
@@ -30,14 +31,15 @@ def is_native(raw: Mapping[str, Any]) -> bool:
 
 def read_config_file(folder: Path) -> dict[str, Any]:
     """`folder`/config.json, parsed, with what older checkpoints have in a file of its own. Raises ConfigError."""
-    path, quantization = folder / CONFIG_FILE, folder / QUANTIZATION_FILE
+    path = folder / CONFIG_FILE
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist or is no folder")
     if not path.exists():
         raise ConfigError(f"{path} is missing: {folder} is not a Hugging Face model folder")
     raw = read_json_object(path)
-    if raw.get("quantization_config") is None and quantization.exists():
-        raw["quantization_config"] = {"quant_method": "gptq", **read_json_object(quantization)}
+    for method, name in QUANTIZATION_FILES.items():
+        if raw.get("quantization_config") is None and (folder / name).exists():
+            raw["quantization_config"] = {"quant_method": method, **read_json_object(folder / name)}
     _check_types(raw, path)
     return raw
 

@@ -9,6 +9,9 @@ Layouts, for a weight [out, in] in groups of g inputs:
   outputs lie in 32 bits in the order of `_AWQ_ORDER`.
 - GPTQ (Frantar et al. 2022): `qweight` [in / n, out], packed along the inputs, `qzeros` [in / g, out / n], `scales`
   [in / g, out], and `g_idx` [in], the group of each input: with `desc_act` neighbours are of different groups.
+- FP4: `weight_packed` or `weight` [out, in / 2], two e2m1 numbers a byte, the first one low. Of NVFP4 (NVIDIA 2025)
+  `weight_scale` [out, in / 16] is e4m3, times `weight_scale_2` (ModelOpt) or by `weight_global_scale`
+  (compressed-tensors), one fp32 number; of MXFP4 [out, in / 32], exponents of 2 with 127 added.
 - MXFP4 (Rouhani et al. 2023) of gpt-oss's experts: `_blocks` [experts, out, in / 32, 16], two e2m1 numbers a byte, the
   first one low; `_scales` [experts, out, in / 32], exponents of 2 with 127 added.
 Numbers are stored without a sign where they are packed.
@@ -26,7 +29,8 @@ from twostroke.model.config import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 NOT_READ = (
-    *(".input_scale", ".input_zero_point", ".output_scale", ".activation_scale", "_proj_activation_scale"),
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
+    *(".activation_scale", "_proj_activation_scale"),
     *(".k_scale", ".v_scale", ".kv_scale", ".weight_shape"),
 )
 """Endings of tensors that quantised checkpoints may have and that we don't need: activations are not quantised."""
@@ -54,6 +58,8 @@ def stored_weight(
             return _awq(parts)
         case "gptq":
             return _gptq(parts)
+        case "fp4":
+            return _fp4(parts)
         case "mxfp4":
             raise ValueError("its weights are those of experts")
 
@@ -80,7 +86,7 @@ def stored_experts(name: str, shape: tuple[int, ...], files: Mapping[str, Tensor
         """Return the weight of one expert."""
         (codes,), (exponents,) = (files[part].tensor(part, chosen, WHOLE) for part in (blocks, scales))
         values = fp4_values(torch.stack((codes & 15, codes >> 4), dim=3).view(rows, -1)[:, :columns])
-        return QuantizedWeight(values, torch.exp2(exponents.float() - 127), MXFP4_GROUP, 4)
+        return QuantizedWeight(values, _powers(exponents), MXFP4_GROUP, 4)
 
     return StoredWeight(WeightForm("fp4", MXFP4_GROUP), tuple(sizes), read)
 
@@ -235,6 +241,34 @@ def _packed(parts: _Parts) -> StoredWeight:
     return StoredWeight(parts.stored.form, tuple(parts.names), read)
 
 
+def _fp4(parts: _Parts) -> StoredWeight:
+    (rows, columns), groups = parts.shape, parts.num_groups
+    weight = parts.part("weight_packed" if parts.has("weight_packed") else "weight", ("U8",), (rows, columns // 2))
+    is_mx = parts.group_size == MXFP4_GROUP
+    scale = parts.part("weight_scale", ("U8",) if is_mx else ("F8_E4M3",), (rows, groups))
+    divides = parts.has("weight_global_scale")
+    of_all = None
+    if not is_mx:
+        of_all = parts.part("weight_global_scale" if divides else "weight_scale_2", ("F32",), (), (1,))
+
+    def read(chosen: slice) -> QuantizedWeight:
+        values, scales, units = fp4_values(_halves(weight.read(chosen))), scale.read(chosen), None
+        if of_all is None:
+            scales = _powers(scales)
+        else:
+            number = of_all.read().reshape(())
+            scales = scales.float() / number if divides else scales.float() * number
+            units = (1 / number if divides else number).expand(len(scales)).contiguous()
+        return QuantizedWeight(values, scales, parts.group_size, 4, units=units)
+
+    return StoredWeight(parts.stored.form, tuple(parts.names), read)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """uint8, with 127 added -> the powers of two, fp32."""
+    return torch.exp2(exponents.float() - 127)
+
+
 def _awq(parts: _Parts) -> StoredWeight:
     (rows, columns), groups = parts.shape, parts.num_groups
     weight = parts.part("qweight", ("I32",), (columns, rows // 8))
@@ -277,7 +311,12 @@ def _gptq(parts: _Parts) -> StoredWeight:
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, n] -> uint8 [rows, n * 32 / bits], the lowest bits of a word first."""
     found = words.view(torch.uint8)
-    return found if bits == 8 else torch.stack((found & 15, found >> 4), dim=2).flatten(1)
+    return found if bits == 8 else _halves(found)
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """uint8 [rows, n] -> [rows, 2 n], the lower four bits first."""
+    return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
 
 
 def _made(

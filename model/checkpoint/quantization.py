@@ -31,6 +31,7 @@ class QuantizedWeight:
     bits: Literal[8, 4]
     offsets: Tensor | None = None  # fp32 [out, groups], added to each weight of the group
     order: Tensor | None = None  # int64 [in]: column i of all this is of the input order[i]; None: of input i
+    units: Tensor | None = None  # fp32 [out]: a row's scales are two-byte numbers times this; None: times one
 
     @property
     def num_groups(self) -> int:
@@ -51,13 +52,17 @@ class QuantizedWeight:
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """Return the weight on that device: itself if it is there."""
-        offsets, order = (None if each is None else each.to(device) for each in (self.offsets, self.order))
-        return replace(self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets, order=order)
+        moved = {
+            name: each.to(device)
+            for name in ("values", "scales", "offsets", "order", "units")
+            if (each := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
 
     def rows(self, chosen: slice | Tensor) -> "QuantizedWeight":
         """Return the weight with these outputs only, in this order."""
-        offsets = None if self.offsets is None else self.offsets[chosen]
-        return replace(self, values=self.values[chosen], scales=self.scales[chosen], offsets=offsets)
+        offsets, units = (None if each is None else each[chosen] for each in (self.offsets, self.units))
+        return replace(self, values=self.values[chosen], scales=self.scales[chosen], offsets=offsets, units=units)
 
     def columns(self, chosen: slice) -> "QuantizedWeight":
         """Return the weight with these inputs only. A group that is cut makes all groups smaller.
@@ -129,6 +134,9 @@ def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | N
     offsets = None
     if any(part.offsets is not None for part in parts):
         offsets = torch.cat([torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts])
+    units = None
+    if any(part.units is not None for part in parts):
+        units = torch.cat([torch.ones_like(part.scales[:, 0]) if part.units is None else part.units for part in parts])
     return QuantizedWeight(
         torch.cat([part.values for part in parts]),
         torch.cat([part.scales for part in parts]),
@@ -136,20 +144,22 @@ def one_below_the_other(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | N
         8 if any(part.bits == 8 for part in parts) else 4,
         offsets,
         first.order,
+        units,
     )
 
 
 def two_byte_scales(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Factors fp32 [out], and fp16 scales and offsets [out, groups] whose products with them are the weight's.
 
-    Factors are powers of two: what checkpoints have in two bytes stays what it is, as long as the largest of a row is
-    not 2^29 times the smallest; other scales keep 11 bits.
+    Factors are powers of two, times the weight's units: what checkpoints have in two bytes stays what it is, as long as
+    the largest of a row is not 2^29 times the smallest; other scales keep 11 bits.
     """
+    units = torch.ones_like(weight.scales[:, 0]) if weight.units is None else weight.units
     largest = weight.scales.abs().amax(1)
     if weight.offsets is not None:
         largest = torch.maximum(largest, weight.offsets.abs().amax(1))
-    exponents = (torch.frexp(largest).exponent - 15).clamp(min=-126)  # fp16 ends at 2^16
-    factors = torch.ldexp(torch.ones_like(largest), exponents)
+    exponents = (torch.frexp(largest / units).exponent - 15).clamp(min=-126)  # fp16 ends at 2^16
+    factors = torch.ldexp(units, exponents)
     offsets = None if weight.offsets is None else (weight.offsets / factors[:, None]).half()
     return factors, (weight.scales / factors[:, None]).half(), offsets
 

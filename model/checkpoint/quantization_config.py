@@ -1,17 +1,19 @@
 """Parser of the `quantization_config` in a config.json, which says how projections are quantised. No torch here.
 
-How vLLM, llm-compressor, AutoAWQ, AutoGPTQ and GPTQModel write it. What a checkpoint says of activations is not looked
-at: ours are never quantised.
+How vLLM, llm-compressor, AutoAWQ, AutoGPTQ, GPTQModel, ModelOpt and Quark write it. What a checkpoint says of
+activations is not looked at: ours are never quantised.
 """
 
+import fnmatch
 from typing import Literal
 
 from twostroke.model.architectures.families.family import ConfigFields
 from twostroke.model.config import StoredQuantization, WeightForm
 
-_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
+_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4", "modelopt", "quark")
 _INSTEAD = "take one of the model's checkpoints that is, or the unquantised one with model.quantization: int8 or int4"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_FP4_FORMATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}  # their groups
 
 
 def read_stored_quantization(top: ConfigFields) -> StoredQuantization | None:
@@ -32,6 +34,10 @@ def read_stored_quantization(top: ConfigFields) -> StoredQuantization | None:
             return _gptq(fields)
         case "mxfp4":
             return StoredQuantization("mxfp4", WeightForm("fp4", 32), _left(fields))
+        case "modelopt" | "modelopt_fp4":
+            return _modelopt(fields)
+        case "quark":
+            return _quark(fields)
     raise fields.error("quant_method", f"{method!r} is not supported, only {', '.join(_METHODS)} are: {_INSTEAD}")
 
 
@@ -76,9 +82,13 @@ def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
         raise fields.error("config_groups", f"expected one group, found {len(groups)}: {_INSTEAD}")
     (group,) = groups
     layout = group.text("format", default=fields.text("format", default=""))
-    if layout not in _FORMATS:
-        raise fields.error("format", f"{layout!r} is not supported, only {', '.join(_FORMATS)} are: {_INSTEAD}")
+    if layout not in (*_FORMATS, *_FP4_FORMATS):
+        raise fields.error(
+            "format", f"{layout!r} is not supported, only {', '.join((*_FORMATS, *_FP4_FORMATS))} are: {_INSTEAD}"
+        )
     weights = group.object("weights")
+    if layout in _FP4_FORMATS:
+        return _fp4(weights, _FP4_FORMATS[layout], tuple(fields.texts("ignore")))
     bits, kind = weights.integer("num_bits"), weights.text("type", default="int")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise weights.error("num_bits", f"{kind} of {bits} bits is not supported, only int4, int8 and FP8: {_INSTEAD}")
@@ -97,6 +107,38 @@ def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
     if bits != 8 or block:
         raise weights.error("num_bits", f"{bits} are not supported for {layout!r} by {strategy}: {_INSTEAD}")
     return StoredQuantization("int8", WeightForm("int8", size, has_offsets), left)
+
+
+def _fp4(weights: ConfigFields, group: int, left: tuple[str, ...]) -> StoredQuantization:
+    if (size := weights.integer("group_size", default=group)) != group:
+        raise weights.error("group_size", f"{size} is not supported, only {group} is: {_INSTEAD}")
+    if not weights.boolean("symmetric", default=True):
+        raise weights.error("symmetric", f"zero points of FP4 are not supported: {_INSTEAD}")
+    return StoredQuantization("fp4", WeightForm("fp4", group), left)
+
+
+def _modelopt(fields: ConfigFields) -> StoredQuantization:
+    """Read what ModelOpt writes into config.json or a file of its own, where modules' names have wildcards."""
+    inner = fields.object("quantization") if fields.is_set("quantization") else fields
+    named = (*inner.texts("exclude_modules"), *inner.texts("ignore"))
+    left = ("lm_head", *(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in named))
+    match algorithm := inner.text("quant_algo", default=""):
+        case "NVFP4":
+            return _fp4(inner, 16, left)
+        case "FP8":
+            return StoredQuantization("fp8", WeightForm("fp8", None), left)
+    raise inner.error("quant_algo", f"{algorithm!r} is not supported, only 'NVFP4' and 'FP8' are: {_INSTEAD}")
+
+
+def _quark(fields: ConfigFields) -> StoredQuantization:
+    if fields.has("layer_quant_config"):
+        raise fields.error("layer_quant_config", f"forms that differ by module are not supported: {_INSTEAD}")
+    weight = fields.object("global_quant_config").object("weight")
+    if (kind := weight.text("dtype", default="")) != "fp4":
+        raise weight.error("dtype", f"{kind!r} is not supported, only 'fp4' is: {_INSTEAD}")
+    if (scales := weight.text("scale_format", default="e8m0")) != "e8m0":
+        raise weight.error("scale_format", f"{scales!r} is not supported, only 'e8m0' is: {_INSTEAD}")
+    return _fp4(weight, 32, tuple(fields.texts("exclude")))
 
 
 def _group_size(fields: ConfigFields, default: int) -> int | None:

@@ -30,7 +30,7 @@ from twostroke.model.checkpoint.tensor_file import (
     equal_tensors,
     text_names,
 )
-from twostroke.model.config import ModelConfig, WeightForm
+from twostroke.model.config import ModelConfig, Projection, WeightForm
 from twostroke.model.costs.sizes import expected_shapes, num_parameters, of_expert
 from twostroke.protocol.errors import ConfigError
 
@@ -90,6 +90,7 @@ class Checkpoint:
         self._folder = folder
         self._paths, self._files = open_tensors(folder)
         self._towers = self._take_text() if config.spec.is_wrapped else frozenset()
+        config = self._with_experts_apart(config)
         self._unstack_experts(config)
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
@@ -215,6 +216,19 @@ class Checkpoint:
             name: self._paths[there] for name, there in names.items()
         }
         return frozenset(towers)
+
+    def _with_experts_apart(self, config: ModelConfig) -> ModelConfig:
+        """Name each expert's projections where the files have these in place of one tensor of all experts, which
+        llm-compressor takes apart."""
+        spec, experts = config.spec, config.spec.layer.experts
+        if experts is None or not experts.are_stacked or experts.gate.has_bias:
+            return config
+        base = experts.gate.name.rpartition(".")[0]
+        if not any(f".{base}.0.gate_proj." in name for name in self._files):
+            return config
+        gate, up, down = (Projection(f"{base}.*.{part}_proj") for part in ("gate", "up", "down"))
+        apart = replace(experts, gate=gate, up=up, down=down, are_stacked=False)
+        return replace(config, spec=replace(spec, layer=replace(spec.layer, experts=apart)))
 
     def _unstack_experts(self, config: ModelConfig) -> None:
         """Name each expert's projections where the files have one tensor of all experts, as transformers 5 keeps them:

@@ -377,12 +377,12 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
             for name in config.spec.names_in_files(module)
         )
 
-    dimensions = 3 if stored.method == "mxfp4" else 2
+    dimensions = (3,) if stored.method == "mxfp4" else (2, 3)
     state = config.spec.layer.state
     weights = (
         name
         for name, shape in expected_shapes(config)
-        if len(shape) == dimensions and (state is None or not name.endswith(state.conv))
+        if len(shape) in dimensions and (state is None or not name.endswith(state.conv))
     )
     table = f"{config.spec.embedding}.weight"
     return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}

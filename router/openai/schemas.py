@@ -84,6 +84,7 @@ LACKING: Mapping[str, tuple[str, Sequence[Any]]] = {
     "modalities": (_NO_SOUND, ([], ["text"])),
     "audio": (_NO_SOUND, ()),
     "reasoning_effort": (_OF_CHATS, ("none",)),
+    "reasoning": (_OF_CHATS, ()),
     "thinking_token_budget": (_OF_CHATS, ()),
     "verbosity": ("the model is not trained for it", ("medium",)),  # OpenAI's default
     "use_beam_search": (_NO_BEAMS, (False,)),

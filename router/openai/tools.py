@@ -78,6 +78,19 @@ class CallBefore(StrictModel):
         return {"id": self.id, "type": self.type, "function": function}
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningChoice(StrictModel):
+    """`reasoning`: how much the model is to think, and whether."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names of one template variable: Qwen, GLM and Gemma have the first, DeepSeek and Kimi the second."""
+
 Calls = Annotated[list[CallBefore], Field(fail_fast=True, max_length=MAX_CALLS)]
 ToolChoice = Literal["auto", "none", "required"] | NamedChoice
 
@@ -90,7 +103,8 @@ class ToolFields(StrictModel):
     functions: Annotated[list[FunctionSpec], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # as it was
     function_call: Literal["auto", "none"] | FunctionChoice | None = None  # before there were tools
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningChoice | None = None  # SGLang's
     include_reasoning: bool | None = None  # vLLM's
     thinking_token_budget: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # vLLM's
     chat_template_kwargs: Annotated[dict[ShortText, Any], Field(max_length=MAX_VARIABLES)] | None = None
@@ -138,11 +152,17 @@ class ToolFields(StrictModel):
     def template_variables(self) -> dict[str, Any]:
         """Return the arguments of the chat template beside messages and tools."""
         said: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            said["reasoning_effort"] = self.reasoning_effort
-            if self.reasoning_effort == "none":
-                said["enable_thinking"] = False
-        return said | (self.chat_template_kwargs or {})
+        effort, asked = self.reasoning_effort, self.reasoning or ReasoningChoice()
+        effort = asked.effort if effort is None else effort
+        if effort is not None:
+            said["reasoning_effort"] = effort
+        if effort == "none" or asked.enabled is not None:
+            said["enable_thinking"] = effort != "none" and asked.enabled is not False
+        said |= self.chat_template_kwargs or {}
+        for name, other in (_SWITCHES, _SWITCHES[::-1]):
+            if name in said:
+                said.setdefault(other, said[name])
+        return said
 
     @model_validator(mode="after")
     def _tools_agree(self) -> "ToolFields":

@@ -50,12 +50,14 @@ class AnswerGrammar:
         """
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
         for i, one in enumerate(functions):
-            begin = self._literal(how.begin.replace("{name}", one.name))
+            begin = " /[0-9]+/ ".join(map(self._literal, how.begin.replace("{name}", one.name).split("{index}")))
             if is_free and how.mark is not None:
                 begins = (self._pattern(form.replace("{name}", one.name)) for form in how.mark.begins)
                 begin = f"({' | '.join(begins)})"
             arguments = f"arguments_{i}"
-            if how.argument is not None:
+            if how.argument is not None and how.argument.is_python:
+                rules += self._keyword_arguments(arguments, how.argument, one)
+            elif how.argument is not None:
                 rules += self._arguments(arguments, how.argument, one)
             elif how.quote:
                 rules += self._bare_object(arguments, how.quote, one)
@@ -74,8 +76,10 @@ class AnswerGrammar:
         """
         schema, end, rules = function.parameters, self._literal(how.end), self._text_until(rule, how.end)
         if "properties" not in schema:
-            before, after = map(self._literal, how.begin.split("{key}"))
-            return [f"{rule}: ({before} /[^<>\\n]+/ {after} {rule}_text)*", *rules]
+            before, after = how.begin.split("{key}")
+            kinds = {self._literal(after.replace("{is_text}", kind)) for kind in ("true", "false")}
+            key = f'{self._literal(before)} /[^<>\\n"]+/ ({" | ".join(sorted(kinds))})'
+            return [f"{rule}: ({key} {rule}_text)*", *rules]
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         parts = []
         required = schema.get("required", ())
@@ -83,16 +87,41 @@ class AnswerGrammar:
         for key, part in {**properties, **{name: {} for name in required if name not in properties}}.items():
             said = part if isinstance(part, dict) else {}
             choices = [said["const"]] if "const" in said else said.get("enum")
+            is_text = isinstance(choices[0], str) if choices else not said or _may_be_text(said)
             if choices:
                 texts = (choice if isinstance(choice, str) else json.dumps(choice) for choice in choices)
                 value = f"({' | '.join(self._literal(text) or _NOTHING for text in texts)}) {end}"
-            elif not said or _may_be_text(said):
+            elif is_text:
                 value = f"{rule}_text"
             else:
                 value = f"{_json({**said, **shared}, function)} {end}"
-            argument = f"{self._literal(how.begin.replace('{key}', key))} {value}"
+            begin = how.begin.replace("{key}", key).replace("{is_text}", str(is_text).lower())
+            argument = f"{self._literal(begin)} {value}"
             parts.append(argument if key in required else f"({argument})?")
         return [f"{rule}: {' '.join(parts) or _NOTHING}", *rules]
+
+    def _keyword_arguments(self, rule: str, how: ArgumentSyntax, function: CallableFunction) -> list[str]:
+        """The rules of arguments with their names, as in Python, whose values are JSON; any, where it names none."""
+        schema, between, rules = function.parameters, self._literal(how.between), list[str]()
+        if "properties" not in schema:
+            argument = f"/[A-Za-z_][A-Za-z0-9_]*/ {self._literal(how.begin.replace('{key}', ''))} {_json({}, function)}"
+            return [f"{rule}: ({rule}_any ({between} {rule}_any)*)?", f"{rule}_any: {argument}"]
+
+        def written(body: str) -> str:
+            rules.append(f"{rule}_{len(rules)}: {body}")
+            return f"{rule}_{len(rules) - 1}"
+
+        shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        required = schema.get("required", ())
+        properties = {**schema["properties"], **{name: {} for name in required if name not in schema["properties"]}}
+        members = [
+            (
+                f"{self._literal(how.begin.replace('{key}', key))} {_json(_with(part, shared), function)}",
+                key in required,
+            )
+            for key, part in properties.items()
+        ]
+        return [f"{rule}: {_sequence(members, between, written) or _NOTHING}", *rules]
 
     def _bare_object(self, rule: str, quote: str, function: CallableFunction) -> list[str]:
         """The rules of arguments that are an object whose keys stand bare, and its texts between two of `quote`."""
@@ -234,6 +263,29 @@ def _json(schema: Mapping[str, Any], function: CallableFunction) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
+def _with(schema: Any, shared: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of one argument with the definitions that it may refer to."""
+    return {**schema, **shared} if isinstance(schema, Mapping) else {"anyOf": [schema], **shared}
+
+
+def _sequence(members: Sequence[tuple[str, bool]], between: str, written: Callable[[str], str]) -> str:
+    """Members in their order, those that are not required or absent, with `between` between them.
+
+    `written` makes a rule of its own of a text and returns its name.
+    """
+    firsts, rest = [""], ""  # from the last one forwards, so that each is written once
+    for member, is_required in reversed(members):
+        one = written(member)
+        if is_required:
+            firsts = [f"{one} {rest}"]
+            rest = written(f"{between} {one} {rest}")
+        else:
+            firsts.append(f"{one} {rest}")
+            rest = written(f"({between} {one})? {rest}")
+    first = " | ".join(one for one in firsts if one)
+    return f"({first}){'' if firsts[0] else '?'}" if first else ""
+
+
 _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _UNHELD = ("patternProperties", "minProperties", "maxProperties", "prefixItems")
 _SHAPES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -326,17 +378,9 @@ class BareObject:
             member = self._rule(f'/[A-Za-z0-9_]+/ ":" {self._value(others)}')
             return f'"{{" ({member} ("," {member})*)? "}}"'
         members = [self._literal(f"{self._key(name)}:") + " " + self._value(part) for name, part in properties.items()]
-        firsts, rest = [""], ""  # from the last one forwards, so that each is written once
-        for name, member in reversed([*zip(properties, members, strict=True)]):
-            one = self._rule(member)
-            if name in required:
-                firsts = [f"{one} {rest}"]
-                rest = self._rule(f'"," {one} {rest}')
-            else:
-                firsts.append(f"{one} {rest}")
-                rest = self._rule(f'("," {one})? {rest}')
-        first = " | ".join(one for one in firsts if one)
-        return f'"{{" ({first}){"" if firsts[0] else "?"} "}}"'
+        are_required = [name in required for name in properties]
+        inside = _sequence([*zip(members, are_required, strict=True)], '","', self._rule)
+        return f'"{{" {inside} "}}"'
 
     def _array(self, schema: Mapping[str, Any]) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")

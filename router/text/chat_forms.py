@@ -7,11 +7,11 @@ puts the rest where the template shows it.
 """
 
 import datetime
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -144,7 +144,7 @@ class ChatForms:
         self, messages: Sequence[Message], tools: Sequence[Message] | None
     ) -> tuple[list[Message], Sequence[Message] | None]:
         """The conversation and the tools as the template is to be given them."""
-        history = self._with_roles(messages)
+        history = self._with_ids(self._with_roles(messages))
         describes = bool(tools) and not (self._is_own and self.shows_tools)
         if any(message.get("tool_calls") for message in history):
             is_text = self.call_form is None or (describes and not self._is_own)
@@ -165,7 +165,7 @@ class ChatForms:
     @cached_property
     def call_form(self) -> CallForm | None:
         """The form in which calls of earlier turns are shown; None where they are not."""
-        for is_null, is_text in product((False, True), (False, True)):
+        for is_null, is_text in itertools.product((False, True), (False, True)):
             form = CallForm(is_text, is_null, is_apart=False)
             shown = self._shows_call(form, says="")
             if not shown:
@@ -246,7 +246,7 @@ class ChatForms:
         roles = [history[i]["role"] for i in rules]
         num_first = next((n for n, i in enumerate(rules) if n != i), len(rules))
         if not is_one and not (
-            all(self._takes_two(one, other) for one, other in pairwise(roles[:num_first]))
+            all(self._takes_two(one, other) for one, other in itertools.pairwise(roles[:num_first]))
             and all(self._takes_later(role) for role in {*roles[num_first:]})
         ):
             text = "\n\n".join(history[i]["content"] for i in rules if history[i]["content"])
@@ -257,6 +257,27 @@ class ChatForms:
         if self._shows_rules or history[0]["role"] != "system":
             return history
         return _before_first_user(history[1:], history[0]["content"])
+
+    def _with_ids(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with ids of calls that tell functions, in a format whose templates show ids alone."""
+        if not self._call.id:
+            return [*messages]
+        ids: dict[str, str] = {}  # by those of the client
+        numbers = itertools.count()
+
+        def called(call: Message) -> Message:
+            named = self._call.id.replace("{name}", call["function"]["name"])
+            ids[call["id"]] = named.replace("{index}", str(next(numbers)))
+            return {**call, "id": ids[call["id"]]}
+
+        history: list[Message] = []
+        for message in messages:
+            if message.get("tool_calls"):
+                message = {**message, "tool_calls": [called(call) for call in message["tool_calls"]]}
+            elif message["role"] == "tool":
+                message = {**message, "tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+            history.append(message)
+        return history
 
     def _with_rule(self, messages: list[Message], text: str) -> list[Message]:
         """The messages and one more rule."""
@@ -281,17 +302,15 @@ class ChatForms:
         """Calls as they are written in an answer."""
         how = self._call
 
-        def one(name: str, arguments: Mapping[str, Any]) -> str:
+        def one(index: int, name: str, arguments: Mapping[str, Any]) -> str:
             if how.argument is not None:
-                begins = {key: how.argument.begin.replace("{key}", key) for key in arguments}
-                texts = {key: one if isinstance(one, str) else _json(one) for key, one in arguments.items()}
-                body = "".join(begins[key] + texts[key] + how.argument.end for key in arguments)
+                body = how.argument.between.join(how.argument.written(*argument) for argument in arguments.items())
             else:
                 body = _bare(arguments, how.quote) if how.quote else _json(arguments)
-            return how.begin.replace("{name}", name) + body + how.end
+            return how.begin.replace("{name}", name).replace("{index}", str(index)) + body + how.end
 
         between = how.between if how.last else how.between + how.trigger
-        return how.trigger + how.first + between.join(one(*call) for call in calls) + how.last
+        return how.trigger + how.first + between.join(one(i, *call) for i, call in enumerate(calls)) + how.last
 
     def _as_text(self, message: Message) -> list[Message]:
         """A message with its calls as a part of its text."""
@@ -369,7 +388,7 @@ class ChatForms:
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         """The prompt; empty where the template refuses."""
         try:
-            return self._template.render(messages, tools=tools)
+            return self._template.render(self._with_ids(messages), tools=tools)
         except RequestError:
             return ""
 

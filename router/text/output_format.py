@@ -28,6 +28,10 @@ _ANCHORS = (
     "<|start_of_role|>assistant<|end_of_role|>",
     "<|start|>assistant",
     "<|assistant|>",
+    "<|header_start|>assistant<|header_end|>\n\n",
+    "<|im_assistant|>assistant<|im_middle|>",
+    "]~b]ai\n",
+    "<SPECIAL_11>Assistant\n",
     "<｜Assistant｜>",
     "<start_of_turn>model\n",
     "<|turn>model\n",
@@ -39,15 +43,27 @@ _CALL_MARKS = (
     ("harmony", ("<|channel|>",)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    (
+        "deepseek_v32",
+        ("｜DSML｜", "function_calls"),
+    ),  # encoding_dsv32.py beside DeepSeek-V3.2, llama.cpp's template of it
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),  # chat_template.jinja of Kimi-K2-Instruct, K2-Thinking, K2.5
+    ("minimax_m2", ("<minimax:tool_call>",)),  # chat_template.jinja of MiniMax-M2
+    ("pythonic", ("[func_name1(",)),  # prompts of Llama 4's model card; vLLM's tool_chat_template_llama4_pythonic.jinja
+    ("lfm2", ("<|tool_call_start|>",)),  # chat_template.jinja of LFM2.5
+    ("lfm2", ("<|tool_list_start|>",)),  # chat_template.jinja of LFM2, which shows no calls; its model card has them
+    ("nemotron", ("<TOOLCALL>",)),  # chat templates of Nemotron-Nano-v2, Llama-3.3-Nemotron-Super-v1.5
     ("gemma", ("<start_function_call>",)),
     ("gemma4", ("<|tool_call>",)),
+    ("glm47", ("</arg_key><arg_value>",)),  # chat_template.jinja of GLM-4.7, GLM-4.7-Flash, GLM-5
     ("glm4", ("<arg_key>",)),
-    ("qwen3_coder", ("<tool_call>", "<parameter=")),
+    ("qwen3_coder", ("<tool_call>", "<parameter=")),  # of Qwen3-Coder, Qwen3.5, Nemotron 3, too
     ("granite", ("<|tool_call|>",)),
     ("hermes", ("<tool_call>",)),
     ("mistral_args", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("llama3", ("<|start_header_id|>", "parameters")),
+    ("llama3", ("<|header_start|>", "parameters")),  # chat_template.jinja of Llama 4
 )
 """The file that a chat template asks for by having all of these texts: the first that fits."""
 
@@ -56,10 +72,21 @@ _THINKING_MARKS = (("think", ("</think>",)), ("think_mistral", ("[THINK]",)))
 
 @dataclass(frozen=True)
 class ArgumentSyntax:
-    """The marks around one argument; `begin` has its name where it says {key}. Texts stand there as they are."""
+    """The marks around one argument; `begin` has its name where it says {key}. Texts stand there as they are.
+
+    Where `begin` says {is_text}, it has `true` for texts and `false` for JSON.
+    """
 
     begin: str
     end: str
+    between: str = ""
+    is_python: bool = False  # values are literals of Python, texts too
+
+    def written(self, key: str, value: Any) -> str:
+        """Return one argument as it is written in an answer."""
+        is_text = isinstance(value, str)
+        text = repr(value) if self.is_python else value if is_text else json.dumps(value, ensure_ascii=False)
+        return self.begin.replace("{key}", key).replace("{is_text}", str(is_text).lower()) + text + self.end
 
 
 @dataclass(frozen=True)
@@ -80,11 +107,12 @@ class MarkSyntax:
 class CallSyntax:
     """The syntax of calls, for grammars: `trigger`, `first`, each call between `begin` and `end`, then `last`.
 
-    `begin` has the function's name where it says {name}.
+    `begin` has the function's name where it says {name}, and the call's number where it says {index}.
     """
 
     begin: str
     end: str
+    id: str = ""  # the id that the template shows instead of a name, in the form of `begin`; empty: it shows names
     trigger: str = ""  # once for all calls where there is a `last`, else before each
     first: str = ""
     between: str = ""
@@ -186,7 +214,7 @@ def _ours(names: list[str]) -> OutputFormat:
 
 
 def _call_syntax(
-    *, argument: Mapping[str, str] | None = None, mark: Mapping[str, Any] | None = None, **said: Any
+    *, argument: Mapping[str, Any] | None = None, mark: Mapping[str, Any] | None = None, **said: Any
 ) -> CallSyntax:
     return CallSyntax(
         **said,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from twostroke.protocol.errors import ConfigError
+from twostroke.router.text.python_calls import PythonCalls
 from twostroke.router.text.regions import SEARCH_S, Regions, RegionScanner, RegionText
 from twostroke.router.text.written_calls import (
     BareCalls,
@@ -75,7 +76,7 @@ class ResponseLanguage:
 
     def __init__(self, template: Mapping[str, Any], *, origin: str):
         """Raises ConfigError naming `origin`."""
-        self.calls: CallText | TaggedCalls | BareCalls | ResponseTemplateField | None
+        self.calls: CallText | TaggedCalls | BareCalls | PythonCalls | ResponseTemplateField | None
         if "regions" in template:
             self.regions = Regions.of_format(template["regions"])
             said = template["regions"].get(CALLS)
@@ -136,10 +137,20 @@ def _response_template(template: Mapping[str, Any], origin: str) -> "ResponseTem
 
 
 def _calls_of_format(
-    *, name: str, arguments: str = "", tags: list[str] | None = None, quote: str = ""
-) -> CallText | TaggedCalls | BareCalls:
+    *,
+    name: str = "",
+    arguments: str = "",
+    tags: list[str] | None = None,
+    is_on_lines: bool = False,
+    text_mark: str = "",
+    quote: str = "",
+    is_python: bool = False,
+) -> CallText | TaggedCalls | BareCalls | PythonCalls:
+    if is_python:
+        return PythonCalls()
     if tags is not None:
-        return TaggedCalls(name, *tags)
+        key_begin, key_end, value_begin, value_end = tags
+        return TaggedCalls(name, key_begin, key_end, value_begin, value_end, is_on_lines, text_mark)
     return BareCalls(name, quote) if quote else CallText(name, arguments)
 
 
@@ -356,6 +367,8 @@ class ResponseParser:
     def _read_calls(self, body: str) -> list[tuple[str, str]]:
         """The names of the calls in a region, and their arguments as JSON."""
         how = self._language.calls
+        if isinstance(how, PythonCalls):
+            return [(name, _as_json(self._cast(name, arguments))) for name, arguments in how.read(body)]
         if isinstance(how, TaggedCalls | BareCalls):
             name = self._groups.get(how.name) or ""
             return [(name, _as_json(self._cast(name, how.read(body))))]

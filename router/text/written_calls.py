@@ -1,7 +1,8 @@
 """Tool calls out of the JSON that a model writes, while it writes: arguments are shown as they come.
 
 A call whose name is known is a call, whatever becomes of its arguments: they are handed on as they were written. What
-is no JSON (`TaggedCalls`, `BareCalls`) is read when its region has ended. All of it takes the text's length, once.
+is no JSON (`TaggedCalls`, `BareCalls`, `PythonCalls`) is read when its region has ended. All of it takes the text's
+length, once.
 """
 
 import json
@@ -59,12 +60,14 @@ class TaggedCalls:
     name: str  # the group of the region's mark that has the function's name
     key_begin: str
     key_end: str
-    value_begin: str  # empty: the value stands behind the key's mark, on lines of its own
+    value_begin: str  # empty: the value stands behind the key's mark
     value_end: str
+    is_on_lines: bool = False  # the value stands on lines of its own
+    text_mark: str = ""  # stands between the key and "false" where a value is JSON, "true" where it is a text
 
-    def read(self, text: str) -> dict[str, str]:
+    def read(self, text: str) -> dict[str, Any]:
         """The arguments, as they were written. A mark that lacks its other half ends them."""
-        found: dict[str, str] = {}
+        found: dict[str, Any] = {}
         at = 0
         while (begin := text.find(self.key_begin, at)) >= 0:
             begin += len(self.key_begin)
@@ -81,7 +84,12 @@ class TaggedCalls:
             if (end := text.find(self.value_end, at)) < 0:
                 break
             value, at = text[at:end], end + len(self.value_end)
-            found[key] = value if self.value_begin else value.removeprefix("\n").removesuffix("\n")
+            value = value.removeprefix("\n").removesuffix("\n") if self.is_on_lines else value
+            is_json = False
+            if self.text_mark:
+                key, _, kind = key.partition(self.text_mark)
+                is_json = kind == "false"
+            found[key] = _plain([value], otherwise=value) if is_json else value
         return found
 
 
@@ -379,9 +387,9 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
     return at if match is None else match.end()
 
 
-def _plain(written: list[str]) -> Any:
-    """The value of this JSON; None where it is none."""
+def _plain(written: list[str], otherwise: Any = None) -> Any:
+    """The value of this JSON; `otherwise` where it is none."""
     try:
         return json.loads("".join(written))
     except (ValueError, RecursionError):
-        return None
+        return otherwise

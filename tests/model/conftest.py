@@ -100,6 +100,7 @@ def make_decoder(
     """A rank's decoder over a folder's weights, and a cache of zeros."""
     config, parallel = load_model_config(folder), SingleRank() if parallel is None else parallel
     checkpoint, shard, stage = Checkpoint(folder, config), parallel.shard, parallel.stage
+    config = checkpoint.config
     context = max_context or config.max_position
     options = LoadOptions(dtype, device, context, quantization, kv_dtype, redundant_experts, shares_context)
     parts = ContextParts(parallel) if shares_context else None

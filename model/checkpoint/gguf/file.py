@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
-from twostroke.model.checkpoint.gguf.format import ROPE_FACTORS, read_gguf
+from twostroke.model.checkpoint.gguf.format import HYBRID, ROPE_FACTORS, read_gguf
+from twostroke.model.checkpoint.gguf.hybrid import NAMES as HYBRID_NAMES
+from twostroke.model.checkpoint.gguf.hybrid import WHOLE_NAMES, Conversion
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import StoredWeight
 from twostroke.protocol.errors import ConfigError
@@ -42,7 +44,11 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        self._tensors = {_name_of(name): tensor for name, tensor in read_gguf(path).tensors.items()}
+        file = read_gguf(path)
+        is_hybrid = file.metadata.get("general.architecture") == HYBRID
+        self._conversion = Conversion.of(file.metadata) if is_hybrid else None
+        names = NAMES | HYBRID_NAMES if is_hybrid else NAMES
+        self._tensors = {_name_of(name, names): tensor for name, tensor in file.tensors.items()}
         self._tensors.pop(ROPE_FACTORS, None)  # `folder_of` has read them
         for name, tensor in self._tensors.items():
             if tensor.kind.name not in (*_FLOATS, *BLOCK_KINDS):
@@ -53,7 +59,8 @@ class GgufFile:
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        found = self._tensors[name].shape
+        return (found[0], 1, found[1]) if name.endswith("conv1d.weight") else found
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor; of a quantised one, that of activations."""
@@ -68,16 +75,19 @@ class GgufFile:
             warnings.simplefilter("ignore", UserWarning)  # the mapping is never written to
             found = torch.from_numpy(numbers.reshape(tensor.shape))
         found = found.view(torch.bfloat16) if tensor.kind.name == "BF16" else found
+        found = found if self._conversion is None else self._conversion.undone(name, found)
         return found[rows, columns] if found.dim() == 2 else found[rows]
 
     def stored_weight(self, name: str) -> StoredWeight | None:
-        tensor = self._tensors[name]
+        tensor, conversion = self._tensors[name], self._conversion
         kind = BLOCK_KINDS.get(tensor.kind.name)
         if kind is None:
             return None
 
         def read(rows: slice) -> QuantizedWeight:
-            return read_blocks(tensor.data[rows], kind)
+            order = None if conversion is None else conversion.rows(name)
+            found = read_blocks(tensor.data[rows] if order is None else tensor.data[order[rows].numpy()], kind)
+            return found if conversion is None else conversion.with_columns(name, found)
 
         return StoredWeight(kind.form, (name,), read)
 
@@ -85,10 +95,12 @@ class GgufFile:
         return self._tensors[name].data.reshape(-1).data
 
 
-def _name_of(name: str) -> str:
+def _name_of(name: str, names: Mapping[str, str]) -> str:
     """A tensor's name in a Hugging Face folder; one that no folder has is left as it is."""
     layer = _LAYER.fullmatch(name)
+    if layer and layer[2] in WHOLE_NAMES:
+        return f"model.layers.{layer[1]}.{WHOLE_NAMES[layer[2]]}"
     stem, _, kind = (layer[2] if layer else name).rpartition(".")
-    if stem not in NAMES:
+    if stem not in names:
         return name
-    return f"model.layers.{layer[1]}.{NAMES[stem]}.{kind}" if layer else f"{NAMES[stem]}.{kind}"
+    return f"model.layers.{layer[1]}.{names[stem]}.{kind}" if layer else f"{names[stem]}.{kind}"

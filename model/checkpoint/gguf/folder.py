@@ -15,18 +15,26 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from twostroke.model.architectures.families.family import INTERLEAVED
-from twostroke.model.checkpoint.gguf.format import FILE, ROPE_FACTORS, Gguf, GgufTensor, check_kinds, read_gguf
+from twostroke.model.checkpoint.gguf.format import FILE, HYBRID, ROPE_FACTORS, Gguf, GgufTensor, check_kinds, read_gguf
 from twostroke.protocol.errors import ConfigError
 
 _WRITTEN_AS = 3  # changes with what `folder_of` writes
 LIKE_OTHERS = 0.01  # of a vocabulary: files name some reserved tokens otherwise
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    **{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"},
+    HYBRID: "Qwen3_5ForCausalLM",
+}
+_MODEL_TYPES = {HYBRID: "qwen3_5_text"}  # the others' are their names
 _INTERLEAVING = ("llama",)  # whose files have the rows of queries and keys in another order than their checkpoints
 
 # How texts are cut before their pieces are encoded: what the models' own tokenizers do, by llama.cpp's names of them.
 _LETTERS_AND_NUMBERS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LETTERS_WITH_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CUTS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -36,6 +44,7 @@ _CUTS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     ),
     "llama-bpe": lambda: _cut_by(_LETTERS_AND_NUMBERS % "{1,3}"),
     "qwen2": lambda: _cut_by(_LETTERS_AND_NUMBERS % ""),
+    "qwen35": lambda: _cut_by(_LETTERS_WITH_MARKS),
 }
 
 
@@ -116,6 +125,8 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
     def field(name: str) -> Any:
         """A number for each layer is one number where all are equal."""
         value = metadata.get(f"{kind}.{name}")
+        if kind == HYBRID and isinstance(value, list):
+            return max(value)  # layers that keep a state have none
         if isinstance(value, list) and len(value) == metadata.get(f"{kind}.block_count") and len(set(value)) == 1:
             return value[0]
         return value
@@ -126,11 +137,13 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: {kind}.{name}: expected a positive number, found {value!r}")
         return value
 
+    if field("nextn_predict_layers"):
+        raise ConfigError(f"{path}: {kind}.nextn_predict_layers is not supported: take a file without MTP layers")
     heads = number("attention.head_count")
     head_dim = number("attention.key_length", max(1, number("embedding_length") // heads))
     return {
         "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
+        "model_type": _MODEL_TYPES.get(kind, kind),
         "vocab_size": len(_needed(metadata, "tokenizer.ggml.tokens", path)),
         "hidden_size": number("embedding_length"),
         "intermediate_size": number("feed_forward_length"),
@@ -146,6 +159,20 @@ def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
         "sliding_window": field("attention.sliding_window"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        **(_states(number) if kind == HYBRID else {}),
+    }
+
+
+def _states(number: Callable[..., Any]) -> dict[str, Any]:
+    """Return what config.json has of delta nets."""
+    value_heads = number("ssm.time_step_rank")
+    return {
+        "full_attention_interval": number("full_attention_interval", 4),
+        "linear_conv_kernel_dim": number("ssm.conv_kernel"),
+        "linear_num_key_heads": number("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": number("ssm.state_size"),
+        "linear_value_head_dim": number("ssm.inner_size") // value_heads,
     }
 
 
@@ -232,7 +259,7 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     # Llama 3's takes a word that is a token whole, whatever merges say.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut == "llama-bpe"))
-    if cut == "qwen2":
+    if cut in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _CUTS[cut]()
     tokenizer.decoder = decoders.ByteLevel()

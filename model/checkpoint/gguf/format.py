@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 SUFFIX = ".gguf"
+HYBRID = "qwen35"  # the architecture whose tensors hybrid.py undoes
 FILE = f"twostroke-unpacked{SUFFIX}"  # in a folder that folder.py made, and in no other
 ROPE_FACTORS = "rope_freqs.weight"  # a tensor that says how angles are scaled
 

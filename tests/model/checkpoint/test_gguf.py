@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.model.architectures.test_conformance import make_runner, random_prompts
+from tests.model.architectures.test_conformance import DELTA, make_runner, random_prompts
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
 from twostroke.model.checkpoint.gguf.file import NAMES
 from twostroke.model.checkpoint.gguf.folder import folder_of
+from twostroke.model.checkpoint.gguf.hybrid import NAMES as HYBRID_NAMES
+from twostroke.model.checkpoint.gguf.hybrid import WHOLE_NAMES
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.text.generation_config import SamplingDefaults, read_sampling_defaults
@@ -162,6 +165,104 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
     assert len(found.digest()) == 16
 
 
+HYBRID_SIZES = DELTA | SIZES | {"linear_value_head_dim": 32, "linear_num_value_heads": 6}
+HYBRID_STEMS = {name: stem for stem, name in (NAMES | HYBRID_NAMES).items() if stem != "ffn_norm"}
+WHOLE_STEMS = {name: stem for stem, name in WHOLE_NAMES.items()}
+
+
+def dealt(values: NDArray[np.float32], first: int, width: int) -> NDArray[np.float32]:
+    """Deal out the value heads behind `first` rows as llama.cpp's converter does: six of two key heads."""
+    heads = values[first:].reshape(2, 3, width, *values.shape[1:]).swapaxes(0, 1)
+    return np.concatenate((values[:first], heads.reshape(-1, *values.shape[1:])))
+
+
+def converted(name: str, value: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Change a tensor of Qwen3.5 as llama.cpp's converter does."""
+    match name.removeprefix("linear_attn."):
+        case "A_log":
+            return -np.exp(dealt(value, 0, 1))
+        case "dt_bias" | "in_proj_a.weight" | "in_proj_b.weight":
+            return dealt(value, 0, 1)
+        case "in_proj_qkv.weight":
+            return dealt(value, 2 * 2 * 8, 32)
+        case "conv1d.weight":
+            return dealt(value[:, 0], 2 * 2 * 8, 32)
+        case "in_proj_z.weight":
+            return dealt(value, 0, 32)
+        case "out_proj.weight":
+            return np.ascontiguousarray(dealt(value.T, 0, 32).T)
+        case "norm.weight":
+            return value
+    return value + 1 if name.endswith("norm.weight") else value
+
+
+def write_hybrid(folder: Path, path: Path, kind: GGMLQuantizationType, kv_heads: int | list[int] = 2) -> None:
+    """The folder's Qwen3.5 as a file, and its own weights as they come back from that."""
+    raw = json.loads((folder / "config.json").read_text())
+    writer = GGUFWriter(path, "qwen35")
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(raw["head_dim"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw["rope_theta"])
+    writer.add_rope_dimension_count(raw["head_dim"] // 4)
+    for name, number in (("conv_kernel", 4), ("group_count", 2), ("time_step_rank", 6), ("state_size", 8)):
+        writer.add_uint32(f"qwen35.ssm.{name}", number)
+    writer.add_uint32("qwen35.ssm.inner_size", 6 * 32)
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    tokenizer = Tokenizer.from_str(json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    tokenizer.add_tokens([f"t{index}" for index in range(raw["vocab_size"])])
+    tokenizer_fields(writer, tokenizer, "qwen35")
+    tensors = load_file(folder / SINGLE_FILE)
+    for name, tensor in tensors.items():
+        value, within = tensor.numpy(), name
+        _, _, of_layer = name.removeprefix("model.layers.").partition(".")
+        prefix = ""
+        if name.startswith("model.layers."):
+            prefix, within = f"blk.{name.split('.')[2]}.", of_layer
+        stem, _, ending = within.rpartition(".")
+        known = prefix + (WHOLE_STEMS.get(within) or f"{HYBRID_STEMS[stem]}.{ending}")
+        is_matrix = value.ndim == 2
+        if is_matrix:
+            tensors[name] = torch.from_numpy(np.array(dequantize(quantize(value, kind), kind)))
+        value = converted(within, value)
+        if is_matrix:
+            writer.add_tensor(known, quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(known, value)
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    finish(writer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads"),
+    [(GGMLQuantizationType.F32, 2), (GGMLQuantizationType.Q8_0, [0, 0, 0, 2]), (GGMLQuantizationType.Q4_1, 2)],
+)
+def test_a_hybrids_file_generates_what_its_folder_does(
+    kind: GGMLQuantizationType,
+    kv_heads: int | list[int],
+    tmp_path: Path,
+    write_checkpoint: Callable[..., Path],
+    generate: Any,
+) -> None:
+    fields = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    folder = write_checkpoint(**HYBRID_SIZES, **fields)
+    write_hybrid(folder, tmp_path / "some.gguf", kind, kv_heads)
+    unpacked = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    found, expected = (Checkpoint(each, load_model_config(each)) for each in (unpacked, folder))
+    for name in expected.shapes:
+        ours, theirs = found.weight(name), expected.tensor(name)
+        ours = ours.dequantized(torch.float32) if isinstance(ours, QuantizedWeight) else ours
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)
+    prompts = random_prompts(96, 1, LENGTHS)
+    outputs = [generate(make_runner(each, 64, 16), prompts, 24, chunk=37, block_size=64) for each in (folder, unpacked)]
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_blocks_of_any_kind_mean_what_their_authors_say(kind: str) -> None:
     """Blocks are random bytes, but for scales and minima."""
@@ -241,6 +342,7 @@ def test_angles_are_scaled_as_the_file_says(tmp_path: Path) -> None:
     ("fields", "named"),
     [
         ({"rope.scaling.attn_factor": 0.5}, r"rope\.scaling\.attn_factor is not supported"),
+        ({"nextn_predict_layers": 1}, r"llama\.nextn_predict_layers is not supported: take a file without MTP layers"),
         ({"attention.head_count": 0}, r"llama\.attention\.head_count: expected a positive number, found 0"),
         ({"embedding_length": "64"}, r"llama\.embedding_length: expected a positive number, found '64'"),
     ],

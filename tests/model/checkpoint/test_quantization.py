@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 import torch
 
+from tests.model.cpu.test_linears import random_quantized
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other, quantize, two_byte_scales
 from twostroke.model.config import WeightForm
@@ -99,6 +100,17 @@ def test_weights_of_different_forms_are_put_one_below_the_other_without_a_loss()
     assert one_below_the_other([*ordered, parts[0]]) is None
     assert one_below_the_other([parts[0], replace(parts[0], values=parts[0].values.to(torch.float8_e4m3fn))]) is None
     assert common_form([*forms, None]) is common_form([*forms, WeightForm("fp8", None)]) is None
+
+
+def test_rows_with_numbers_of_their_own_stay_exact_in_two_bytes() -> None:
+    weights = [random_quantized("NVFP4", 5, 64), random_quantized("int4 by 32", 3, 64)]
+    weights[1] = replace(weights[1], values=weights[0].values[:3])
+    found = one_below_the_other([*weights, weights[0].rows(slice(1, 3)).columns(slice(0, 64))])
+    assert found is not None
+    factors, halves, _ = two_byte_scales(found)
+    torch.testing.assert_close(halves.float() * factors[:, None], found.scales, rtol=3e-7, atol=0)
+    meant = torch.cat([weights[0].scales, weights[1].scales.repeat_interleave(2, dim=1), weights[0].scales[1:3]])
+    assert torch.equal(found.scales, meant)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e8])

@@ -46,6 +46,18 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
             StoredQuantization("int8", WeightForm("int8", None, True)),
         ),
         (
+            compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}, ignore=["lm_head"]),
+            StoredQuantization("fp4", WeightForm("fp4", 16), ("lm_head",)),
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["a"]},
+            StoredQuantization("fp4", WeightForm("fp4", 16), ("lm_head", "a")),
+        ),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}},
+            StoredQuantization("fp8", WeightForm("fp8", None), ("lm_head",)),
+        ),
+        (
             compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
             StoredQuantization("fp8", WeightForm("fp8", None)),
         ),
@@ -58,7 +70,10 @@ def test_what_a_checkpoint_says_of_its_projections(told: dict[str, Any], expecte
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ({}, "quant_method: '' is not supported, only fp8, compressed-tensors, awq, gptq, mxfp4 are"),
+        (
+            {},
+            "quant_method: '' is not supported, only fp8, compressed-tensors, awq, gptq, mxfp4, modelopt, quark are",
+        ),
         ({"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' is not supported"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt: 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected a list of 2"),
@@ -68,7 +83,23 @@ def test_what_a_checkpoint_says_of_its_projections(told: dict[str, Any], expecte
         (GPTQ | {"group_size": 0}, "group_size: expected a positive integer"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
         (GPTQ | {"dynamic": {"+:down": {"bits": 8}}}, "dynamic: bits that differ"),
-        (compressed("nvfp4-pack-quantized"), "format: 'nvfp4-pack-quantized'"),
+        (compressed("mxfp8-quantized"), "format: 'mxfp8-quantized'"),
+        (compressed("nvfp4-pack-quantized"), "config_groups.group_0.weights.group_size: 128 is not supported, only 16"),
+        (
+            compressed("mxfp4-pack-quantized", {"group_size": 32, "symmetric": False}),
+            "config_groups.group_0.weights.symmetric: zero points of FP4",
+        ),
+        ({"quant_method": "modelopt"}, "quant_algo: '' is not supported, only 'NVFP4' and 'FP8' are"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "MXFP8"}}, "quantization.quant_algo: 'MXFP8'"),
+        ({"quant_method": "quark", "layer_quant_config": {"a": {}}}, "layer_quant_config: forms that differ"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}},
+            "global_quant_config.weight.dtype: 'fp8_e4m3'",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "e4m3"}}},
+            "global_quant_config.weight.scale_format: 'e4m3'",
+        ),
         (compressed(config_groups={"a": {}, "b": {}}), "config_groups: expected one group, found 2"),
         (compressed(weights=INT4 | {"num_bits": 3}), "config_groups.group_0.weights.num_bits: int of 3 bits"),
         (compressed(weights=INT4 | {"strategy": "token"}), "config_groups.group_0.weights.strategy: 'token'"),

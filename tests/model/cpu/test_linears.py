@@ -13,7 +13,7 @@ from numba import cfunc, types
 from torch import Tensor
 
 from twostroke.model.backend import Linear
-from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
+from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_values, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.backend import CpuBackend
@@ -232,6 +232,7 @@ FORMS: dict[str, tuple[int, int | None, bool]] = {  # bits (0: FP8), columns of 
     "int4 by 96": (4, 96, False),
     "FP8 by rows": (0, None, False),
     "FP8 by 128": (0, 128, False),
+    "NVFP4": (4, 16, False),
 }
 
 
@@ -243,6 +244,10 @@ def random_quantized(form: str, outputs: int, inputs: int) -> QuantizedWeight:
     shape = (outputs, -(-inputs // size))
     scales = (torch.randn(shape, generator=generator) / 256).half().float()
     offsets = torch.randn(shape, generator=generator).half().float() if has_offsets else None
+    if form == "NVFP4":  # scales in FP8, times a number that two bytes don't hold
+        values = fp4_values(torch.randint(16, (outputs, inputs), generator=generator))
+        steps, units = (1000 * scales).abs().to(torch.float8_e4m3fn).float(), torch.full((outputs,), 0.00123456789)
+        return QuantizedWeight(values, steps * units[:, None], size, 4, units=units)
     if bits == 0:
         values = torch.randn(outputs, inputs, generator=generator).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
         values[:, 0] = -0.0

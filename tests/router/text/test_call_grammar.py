@@ -203,7 +203,22 @@ MEANT = {
 }
 QWEN3_CODER = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in WRITTEN.items())
 GLM4 = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in WRITTEN.items())
+GLM47 = "".join(f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in WRITTEN.items())
+MINIMAX_M2 = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in WRITTEN.items())
+IS_TEXT = {key: "true" if isinstance(value, str) else "false" for key, value in MEANT.items()}
+DSML = "".join(
+    f'<｜DSML｜parameter name="{key}" string="{IS_TEXT[key]}">{value}</｜DSML｜parameter>\n'
+    for key, value in WRITTEN.items()
+)
+PYTHON = ", ".join(f"{key}={json.dumps(value)}" for key, value in MEANT.items())
 BY_ITSELF = {
+    "glm47": f"<tool_call>rain{GLM47}</tool_call>",
+    "minimax_m2": f'<minimax:tool_call>\n<invoke name="rain">\n{MINIMAX_M2}</invoke>\n</minimax:tool_call>',
+    "deepseek_v32": (
+        f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="rain">\n{DSML}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    ),
+    "lfm2": f"<|tool_call_start|>[rain({PYTHON})]<|tool_call_end|>",
+    "pythonic": f"[rain({PYTHON})]",
     "qwen3_coder": f"<tool_call>\n<function=rain>\n{QWEN3_CODER}</function>\n</tool_call>",
     "glm4": f"<tool_call>rain\n{GLM4}</tool_call>",
 }
@@ -220,7 +235,7 @@ def test_arguments_that_stand_by_themselves_are_held_to_their_schemas(texts, nam
     assert not follows(texts, grammar, written.replace("18", "17"))
     assert not follows(texts, grammar, written.replace("place", "day"))
     assert not follows(texts, grammar, written.replace("days", "hours"))
-    assert not follows(texts, grammar, written.replace("\nC", "\nK").replace(">C", ">K"))
+    assert not follows(texts, grammar, written.replace("\nC", "\nK").replace(">C", ">K").replace('"C"', '"K"'))
     parser = form.language.parser("", {"rain": FORECAST})
     deltas = [*parser.add(written).calls, *parser.finish().calls]
     assert json.loads("".join(delta.arguments for delta in deltas)) == MEANT

@@ -58,6 +58,11 @@ def turns(calls, roles="['system', 'user', 'assistant', 'tool']"):
     return TURN.replace("CALLS", calls).replace("ROLES", roles)
 
 
+KIMI = (
+    "{{ tools | tojson if tools }}{% for m in messages %}<|im_{{ m.role }}|>{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+    "{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}{{ call.function.arguments | tojson }}{% endif %}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+)
 AS_JSON = '{"city": "Oslo", "days": 2}'
 NAMED = '{"name": "rain", "arguments": ' + AS_JSON + "}"
 # family: (template, what a call becomes)
@@ -72,6 +77,13 @@ FAMILIES = {
     "granite": (turns("<|tool_call|>[{{ call | tojson }}]"), f"<|tool_call|>[{NAMED}]"),
     "glm4": (turns("<tool_call>{{ call.name }}\n{% for k, v in call.arguments | items %}<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"), "<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"),
     "qwen3_coder": (turns("<tool_call>\n<function={{ call.name }}>\n{% for k in call.arguments %}<parameter={{ k }}>\n{{ call.arguments[k] }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"), "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n"),
+    "glm47": (turns("<tool_call>{{ call.name }}{% for k, v in call.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson if v is not string else v }}</arg_value>{% endfor %}</tool_call>"), "<tool_call>rain<arg_key>city</arg_key><arg_value>Oslo</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call>"),
+    "minimax_m2": (turns("\n<minimax:tool_call>\n<invoke name=\"{{ call.name }}\">\n{% for k, v in call.arguments | items %}<parameter name=\"{{ k }}\">{{ v | tojson if v is not string else v }}</parameter>\n{% endfor %}</invoke>\n</minimax:tool_call>"), '<parameter name="city">Oslo</parameter>\n<parameter name="days">2</parameter>\n'),
+    "deepseek_v32": (turns("<｜DSML｜function_calls>\n<｜DSML｜invoke name=\"{{ call.name }}\">\n{% if call.arguments is mapping %}{% for k, v in call.arguments.items() %}<｜DSML｜parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">{{ v if v is string else v | tojson }}</｜DSML｜parameter>\n{% endfor %}{% endif %}</｜DSML｜invoke>\n</｜DSML｜function_calls>"), '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'),
+    "kimi_k2": (KIMI, f"<|tool_call_begin|>functions.rain:0<|tool_call_argument_begin|>{AS_JSON}<|tool_call_end|>"),
+    "lfm2": (turns("<|tool_call_start|>[{{ call.name }}({% for k, v in call.arguments.items() %}{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{{ ', ' if not loop.last }}{% endfor %})]<|tool_call_end|>"), "<|tool_call_start|>[rain(city='Oslo', days=2)]<|tool_call_end|>"),
+    "lfm2 without calls": ("{# <|tool_list_start|> #}{{ tools | tojson if tools }}{% for m in messages %}" + CHATML + "{% endfor %}", "<|tool_call_start|>[rain(city='Oslo', days=2)"),
+    "nemotron": (turns("<TOOLCALL>[{{ call | tojson }}]</TOOLCALL>"), f"<TOOLCALL>[{NAMED}]</TOOLCALL>"),
     "gemma": (turns("<start_function_call>call:{{ call.name }}{% raw %}{{% endraw %}{% for k, v in call.arguments | dictsort %}{{ k }}:{% if v is string %}<escape>{{ v }}<escape>{% else %}{{ v }}{% endif %}{{ ',' if not loop.last }}{% endfor %}}<end_function_call>"), "call:rain{city:<escape>Oslo<escape>,days:2}<end_function_call>"),
     "gemma4": (turns("<|tool_call>call:{{ call.name }}{% raw %}{{% endraw %}{% for k, v in call.arguments | items %}{{ k }}:{% if v is string %}<|\"|>{{ v }}<|\"|>{% else %}{{ v }}{% endif %}{{ ',' if not loop.last }}{% endfor %}}<tool_call|>"), 'call:rain{city:<|"|>Oslo<|"|>,days:2}<tool_call|>'),
     "harmony": (turns("<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>", "['system', 'developer', 'user', 'assistant', 'tool']"), f"to=functions.rain<|channel|>commentary json<|message|>{AS_JSON}<|call|>"),
@@ -79,6 +91,7 @@ FAMILIES = {
     "no calls, as SmolLM2": ("{% for m in messages %}" + CHATML + "{% endfor %}", f"<tool_call>\n{NAMED}\n</tool_call>"),
     "no calls, turns alternate, as Gemma": (GEMMA, f"<tool_call>\n{NAMED}\n</tool_call>"),
 }  # fmt: skip
+NO_TOOLS = ("deepseek_v3: R1", "deepseek_v31", "text alone")
 TOOLS = [{"type": "function", "function": {"name": "rain", "description": "Whether it rains.", "parameters": {}}}]
 
 
@@ -164,8 +177,18 @@ def test_tools_are_told_by_the_template_or_else_by_a_rule(family):
     rules = [] if "Gemma" in family else [{"role": "system", "content": "Be brief."}]
     prompt = rendered(family, [*rules, ASKED], TOOLS)
     assert "Whether it rains." in prompt
-    assert ("You may call functions" in prompt) == ("no calls" in family or "deepseek" in family or "text" in family)
+    assert ("You may call functions" in prompt) == ("no calls" in family or family in NO_TOOLS)
     assert "Be brief." in prompt or not rules
+
+
+def test_ids_name_functions_where_a_template_shows_ids_alone():
+    two = called()
+    two["tool_calls"] += [{**called('{"city": "Bergen"}')["tool_calls"][0], "id": "b"}]
+    results = [RESULT, {**RESULT, "tool_call_id": "b"}, {**RESULT, "tool_call_id": "of no call"}]
+    prompt = rendered("kimi_k2", [ASKED, two, *results, called(), RESULT], TOOLS)
+    assert [prompt.count(f"functions.rain:{i}") for i in range(4)] == [2, 2, 2, 0]
+    assert "Return of functions.rain:1\n" in prompt
+    assert "Return of of no call\n" in prompt
 
 
 RULE, OTHER = {"role": "system", "content": "Be brief."}, {"role": "developer", "content": "Be kind."}

@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 from functools import cache
 
 import pytest
@@ -33,6 +34,22 @@ TRANSCRIPTS = [
     ("llama3", "", f'{OBJECT.replace("arguments", "parameters")}\n{SUN.replace("arguments", "parameters")}', ("", "", ["rain", "sun"])),
     ("qwen3_coder", "", '<tool_call>\n<function=rain>\n<parameter=city>\nOslo "{x}" ☂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>', ("", "", ["rain"])),
     ("glm4+think", "", '<think>Hm.</think>\n<tool_call>rain\n<arg_key>city</arg_key>\n<arg_value>Oslo "{x}" ☂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>', ("", "Hm.", ["rain"])),
+    ("qwen3_coder+think", "<think>\n", 'Hm.\n</think>\n\n<tool_call>\n<function=rain>\n<parameter=city>\nOslo "{x}" ☂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=sun>\n</function>\n</tool_call>', ("", "Hm.", ["rain", "sun"])),
+    ("qwen3_coder+think", "<think>\n\n</think>\n\n", "It rains.", ("It rains.", "", [])),
+    ("glm47+think", "<think>", 'Hm.</think>Now.<tool_call>rain<arg_key>city</arg_key><arg_value>Oslo "{x}" ☂</arg_value><arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>sun</tool_call>', ("Now.", "Hm.", ["rain", "sun"])),
+    ("glm47+think", "</think>", "It rains, see <think>.", ("It rains, see <think>.", "", [])),
+    ("minimax_m2+think", "<think>\n", 'Hm.\n</think>\n\nNow.\n<minimax:tool_call>\n<invoke name="rain">\n<parameter name="city">Oslo "{x}" ☂</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n<invoke name="sun">\n</invoke>\n</minimax:tool_call>', ("Now.", "Hm.", ["rain", "sun"])),
+    ("kimi_k2+think", "<think>", f"Hm.</think>Now.<|tool_calls_section_begin|><|tool_call_begin|>functions.rain:0<|tool_call_argument_begin|>{BODY}<|tool_call_end|><|tool_call_begin|>functions.sun:1<|tool_call_argument_begin|>{{}}<|tool_call_end|><|tool_calls_section_end|>", ("Now.", "Hm.", ["rain", "sun"])),
+    ("kimi_k2", "", f"<|tool_calls_section_begin|><|tool_call_begin|>rain:0 <|tool_call_argument_begin|> {BODY}<|tool_call_end|><|tool_calls_section_end|>", ("", "", ["rain"])),
+    ("deepseek_v32+think", "<think>", 'Hm.</think>Now.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="rain">\n<｜DSML｜parameter name="city" string="true">Oslo "{x}" ☂</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="sun">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>', ("Now.", "Hm.", ["rain", "sun"])),
+    ("lfm2+think", "", "<think>Hm.</think><|tool_call_start|>[rain(city='Oslo \"{x}\" ☂', days=2), sun()]<|tool_call_end|>It may.", ("It may.", "Hm.", ["rain", "sun"])),
+    ("lfm2", "", f"<|tool_call_start|>[{OBJECT}]<|tool_call_end|>", ("", "", ["rain"])),
+    ("pythonic", "", '[rain(city="Oslo \\"{x}\\" \\u2602", days=2), sun()]', ("", "", ["rain", "sun"])),
+    ("pythonic", "", '<|python_start|>[rain(city="Oslo "{x}" ☂", days="2")]<|python_end|>', ("", "", ["rain"])),
+    ("pythonic", "", "[rain(city=Oslo)] it is", ("[rain(city=Oslo)] it is", "", [])),
+    ("pythonic", "", "[rain](https://rain.no), [sun]", ("[rain](https://rain.no), [sun]", "", [])),
+    ("nemotron+think", "<think>\n\n", f"Hm.\n</think>\n\n<TOOLCALL>[{OBJECT}, {SUN}]</TOOLCALL>", ("", "Hm.", ["rain", "sun"])),
+    ("llama3", "", f'<|python_start|>{OBJECT.replace("arguments", "parameters")}<|python_end|>', ("", "", ["rain"])),
     ("mistral", "", f"[TOOL_CALLS] [{OBJECT}, {SUN}]", ("", "", ["rain", "sun"])),
     ("mistral", "", f"[TOOL_CALLS] [{OBJECT[:-1]}, {SUN[1:]}]", ("", "", ["rain", "sun"])),
     ("mistral_args", "", f"Now.[TOOL_CALLS]rain[ARGS]{BODY}[TOOL_CALLS]sun[ARGS]{{}}", ("Now.", "", ["rain", "sun"])),
@@ -189,6 +206,7 @@ def test_a_hundred_thousand_mutated_answers_are_read_without_an_error(part):
         ("gemma", "<start_function_call>call:rain{place:%s}<end_function_call>"),
         ("gemma4", "<|tool_call>call:rain%s<tool_call|>"),
         ("gemma4", "<|tool_call>call:rain{place:%s}<tool_call|>"),
+        ("lfm2", "<|tool_call_start|>[rain(place=%s)]<|tool_call_end|>"),
         ("glm4", "<tool_call>rain\n<arg_key>place</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=rain>\n<parameter=place>\n%s\n</parameter>\n</function>\n</tool_call>"),
     ],
@@ -219,6 +237,44 @@ def test_a_closing_mark_within_a_text_is_a_part_of_the_text():
     parser.add('<tool_call>{"name": "rain", "arguments": {"city": "Oslo}}')
     parser.add("</tool_call>", is_control=True)
     assert parser.add("It is dry.").content == "It is dry."
+
+
+ANY = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "number"}, "b": {"type": "boolean"}}}}
+DSML = '<｜DSML｜invoke name="f"><｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter></｜DSML｜invoke>'
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "meant"),
+    [
+        ("minimax_m2", '<invoke name="f"><parameter name="s">\n1\n</parameter></invoke>', {"s": "\n1\n"}),
+        ("minimax_m2", '<invoke name="f"><parameter name="b">True</parameter></invoke>', {"b": True}),
+        ("qwen3_coder", "<tool_call><function=f><parameter=s>\n[1]\n</parameter></function></tool_call>", {"s": "[1]"}),
+        ("qwen3_coder", "<tool_call><function=f><parameter=n>2.5</parameter></function></tool_call>", {"n": 2.5}),
+        ("deepseek_v32", DSML.format("x", "false", '{"y": [1]}'), {"x": {"y": [1]}}),
+        ("deepseek_v32", DSML.format("x", "true", "[1]"), {"x": "[1]"}),
+        ("deepseek_v32", DSML.format("x", "false", "[1"), {"x": "[1"}),
+        ("deepseek_v32", DSML.format("n", "true", "2"), {"n": 2}),
+        ("lfm2", "<|tool_call_start|>[f(s='it's', n=-1e3, b=True,)]<|tool_call_end|>", {"s": "it's", "n": -1000.0, "b": True}),
+        ("lfm2", "<|tool_call_start|>f(s='a\nb', x={'y': [1, (None,)]})<|tool_call_end|>", {"s": "a\nb", "x": {"y": [1, [None]]}}),
+        ("pythonic", r"""[f(s="\"\n\x41\u2602\/\d", b=false, x=null, class='a')]""", {"s": '"\nA☂/\\d', "b": False, "x": None, "class": "a"}),
+    ],
+)  # fmt: skip
+def test_arguments_have_the_types_that_the_schema_and_the_format_give_them(name, call, meant):
+    ((_, arguments),) = read(name, "", [*call], ANY)[2]
+    assert json.loads(arguments) == meant
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("[f(]", "[f(s=)]", "[f(s=1 n=2)]", "[f(s='a]", "[f(1)]", "[f(s={1: 2})]", "[f(s=[1, 2)]", "[f()", "[f()] f"),
+        *("[f(s=" + "[" * 100_000 + ")]", "[f(s=1e999)]", "[g()]", "[f(), g()]", "[f(s=0x1)]", "[f(s='a', 's'='b')]"),
+    ],
+    ids=range(15),
+)
+def test_what_is_no_call_in_python_is_content(call):
+    for name, text in (("lfm2", f"<|tool_call_start|>{call}<|tool_call_end|>"), ("pythonic", call)):
+        assert read(name, "", [text], ANY) == (text, "", [])
 
 
 def test_a_call_that_the_prompt_has_begun_is_told_whole():
@@ -269,6 +325,17 @@ def test_copies_of_a_parser_go_on_by_themselves(name, opening, text, expected):
             "a<end_function_call>",
         ),
         ("gemma4", '<|tool_call>call:rain{{city:<|"|>{}<|"|>}}<tool_call|>', "<tool_call|>"),
+        (
+            "minimax_m2",
+            '<invoke name="rain">\n<parameter name="city">{}</parameter>\n</invoke>',
+            "a</invoke>\n</minimax:tool_call>b\n",
+        ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="rain">\n<｜DSML｜parameter name="city" string="true">{}</｜DSML｜parameter>\n'
+            "</｜DSML｜invoke>",
+            "\na</｜DSML｜invoke>b",
+        ),
     ],
 )
 def test_a_closing_mark_within_a_value_is_a_part_of_the_value(name, call, said):
@@ -276,7 +343,7 @@ def test_a_closing_mark_within_a_value_is_a_part_of_the_value(name, call, said):
     for pieces in ([text], [*text]):
         content, _, calls = read(name, "", pieces)
         assert (content, [json.loads(arguments)["city"] for _, arguments in calls]) == ("Done.", [said, "Oslo"])
-    broken = call.replace("</arg_value>", "").replace("\n</parameter>", "")
+    broken = re.sub(r"</arg_value>|\n?</(｜DSML｜)?parameter>", "", call)
     if broken == call:  # its marks are the same at both ends
         return
     text = broken.format("Oslo") + call.format("Bergen") + "Done."
