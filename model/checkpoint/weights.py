@@ -221,7 +221,7 @@ class Checkpoint:
         """Name each expert's projections where the files have these in place of one tensor of all experts, which
         llm-compressor takes apart."""
         spec, experts = config.spec, config.spec.layer.experts
-        if experts is None or not experts.are_stacked or experts.gate.has_bias:
+        if experts is None or experts.gate is None or not experts.are_stacked or experts.gate.has_bias:
             return config
         base = experts.gate.name.rpartition(".")[0]
         if not any(f".{base}.0.gate_proj." in name for name in self._files):
