@@ -53,6 +53,7 @@ class HeadNorms:
     q: Tensor  # fp32 [D], in the order of `rope.head_order`
     k: Tensor  # fp32 [D]
     eps: float
+    v: Tensor | None = None  # fp32 [D]: of its values, too
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,15 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias (Ba et al. 2016)."""
+
+    weight: Tensor  # fp32 [width]
+    bias: Tensor  # fp32 [width]
+    eps: float
+
+
+@dataclass(frozen=True)
 class LatentHeads:
     """Weights that turn latents into a layer's heads (model/config.py's LatentSizes). R is the size of a latent, P the
     rotated part, N and V the sizes of a head's key and value."""
@@ -132,10 +142,12 @@ class LatentHeads:
 class LatentAttention(Protocol):
     """Attention to latents with its weights inside, laid out for the device."""
 
-    def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+    def __call__(
+        self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
+    ) -> Tensor:
         """Rotate queries [T, H (N + P)], of each head what turns last, and attend causally. Returns [T, H V].
 
-        cos_sin and kv_layer as to Backend.write_latents.
+        cos_sin and kv_layer as to Backend.write_latents. `chosen` as ContextIndex.choose returns; None: all tokens.
         """
 
 
@@ -277,12 +289,13 @@ class Backend(Protocol):
         kv_scales: KVScales = AS_THEY_ARE,
         query_scales: Tensor | None = None,
     ) -> Tensor:
-        """Normalise Q and K where there are norms, rotate them, and write K and V into the cache; may write into qkv.
+        """Normalise Q, K and V where there are norms, rotate Q and K, and write K and V into the cache; may write into
+        qkv.
 
         qkv [T, (H + 2 G) D]; cos_sin fp32 [max_position, D]: cos of the D/2 frequencies, then sin; rotation in the
         half-split form of Llama checkpoints. kv_layer [num_blocks, 2, G, block_size, D], of qkv's dtype or
         float8_e4m3fn, is written at `layout.slots`: in FP8 as `reference.to_fp8` rounds, straight from fp32. Returns
-        the rotated Q, [T, H, D], multiplied by `query_scales`, fp32 [max_position], of its positions.
+        the rotated Q, [T, H, D], multiplied by `query_scales`, fp32 [max_position], of its positions. G may be 0.
         """
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
@@ -296,7 +309,17 @@ class Backend(Protocol):
     ) -> None:
         """Normalise latents, rotate the keys' part that turns, and write both into the cache at `layout.slots`.
 
-        rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, R + P].
+        rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, W],
+        where W is R + P, or more: what lies behind stays as it is.
+        """
+
+    def write_index_keys(
+        self, keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        """Normalise keys of an index, rotate the last P numbers of each, and write them to the ends of the cache's rows
+        at `layout.slots`, none of which is negative.
+
+        keys [T, width]; cos_sin and kv_layer as to `write_latents`.
         """
 
     @property
@@ -328,9 +351,15 @@ class Backend(Protocol):
     ) -> Experts:
         """Pack all experts of a layer as `make_linear` does one weight."""
 
-    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+    def gate_columns(self, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+        """Return activation(gates) * x[:, first : first + N], [T, N], of gates [T, N] and x [T, columns]."""
+
+    def route(
+        self, logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None
+    ) -> Chosen:
         """The experts for a router's logits, fp32 [T, experts]. `correction` fp32 [experts] is added to the scores by
-        which they are chosen. Whatever the logits are, NaN too, those chosen are experts."""
+        which they are chosen, and their weights are multiplied by `scales` fp32 [experts]. Whatever the logits are, NaN
+        too, those chosen are experts."""
 
     def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
         """x [T, hidden] times the sigmoid of each row's highest logit, fp32 [T, N]; may be written into x."""

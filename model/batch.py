@@ -16,8 +16,10 @@ from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Positions, slots and block tables of a step's tokens, for the layers of one group. Tensors are on the engine's
-    device.
+    """Positions, slots and block tables of a step's tokens, for the layers of one of KVGroups.tables. Tensors are on
+    the engine's device.
+
+    Where these layers' rows are several blocks, each is a block here, with its part of the tokens.
 
     Sequences that bring exactly one token (decodes) come first, then the others (prefill chunks): so that each kind
     is one kernel call. The runner sorts the batch and puts the results back in the caller's order.
@@ -82,7 +84,7 @@ class StepInput:
     """Inputs of a decoder's step, all on its device."""
 
     token_ids: Tensor  # int64 [T]
-    layouts: Sequence[BatchLayout]  # of each group of layers
+    layouts: Sequence[BatchLayout]  # of each of KVGroups.tables
     kv_tensors: Sequence[Tensor]  # [num_blocks, 2, G, block_size, D] each
     drawing: Drawing
     # Gets [T, hidden] from behind the last norm, on every rank, and may ask for logits of some. Without it only rows
@@ -203,6 +205,13 @@ def slots_of(
     return np.where((places >= 0) & (places < len(local_tokens)), blocks * len(local_tokens) + places, -1)
 
 
+def parts_in_turn(tables: npt.NDArray[np.int32], groups: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return the table [B, parts * rows] of layers whose rows' parts are in these groups' tables [groups, B, rows]."""
+    if len(groups) == 1:
+        return tables[groups[0]]  # type: ignore[no-any-return]
+    return tables[list(groups)].transpose(1, 2, 0).reshape(tables.shape[1], -1)
+
+
 def make_layouts(
     steps: Sequence[SequenceStep],
     block_size: int,
@@ -210,7 +219,7 @@ def make_layouts(
     groups: KVGroups,
     local_tokens: range | None = None,
 ) -> tuple[BatchLayout, ...]:
-    """Return each group's layout of a batch whose single-token sequences come first.
+    """Return the layout for each of the groups' tables of a batch whose single-token sequences come first.
 
     `local_tokens` are those tokens of each block that this rank has, where there are others.
     Raises ValueError where a token's KV has no block to go to.
@@ -230,20 +239,23 @@ def make_layouts(
     np.cumsum(lengths, out=query_starts[1:])
     sequence_of = np.repeat(np.arange(len(steps)), lengths)
     positions = np.arange(query_starts[-1]) - query_starts[sequence_of] + starts[sequence_of]
-    # Each group's slots in one piece, as kernels read them: indexing leaves them in another order.
-    blocks_of = tables[:, sequence_of, positions // block_size].astype(np.int64, order="C")
     if groups.windowed:
-        if blocks_of.min() < 0:
+        if tables[:, sequence_of, positions // block_size].min() < 0:
             raise ValueError("a block table has no block for a token of the step")
         np.maximum(tables, 0, out=tables)
+    read = [parts_in_turn(tables, of) for of in groups.tables]
+    slots = np.empty((len(read), len(positions)), np.int64)
+    for found, table, of in zip(slots, read, groups.tables, strict=True):
+        size = block_size // len(of)
+        blocks = table[sequence_of, positions // size].astype(np.int64)
+        found[:] = slots_of(blocks, positions, size, local_tokens or range(size))
     local_lens = None
-    if local_tokens is None:
-        slots = blocks_of * block_size + positions % block_size
-    else:
-        slots = slots_of(blocks_of, positions, block_size, local_tokens)
+    if local_tokens is not None:
         local_lens = place(local_lengths(context_lens, block_size, local_tokens).astype(np.int32), device)
 
-    placed_slots, placed_tables = place(slots, device), place(tables, device)
+    placed_slots = place(slots, device)
+    flat = place(np.concatenate([table.reshape(-1) for table in read]), device)
+    placed_tables = [part.view(len(steps), -1) for part in torch.split(flat, [table.size for table in read])]
     first = BatchLayout(
         positions=place(positions, device),
         slots=placed_slots[0],

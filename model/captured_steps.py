@@ -88,7 +88,7 @@ class DecodeInputs:
         # What each sequence has one of lies together, so that one copy brings all of it. Rows begin at multiples of 16
         # bytes, where kernels read faster.
         self.width = -(-max_batch // 4) * 4
-        num_longs, num_ints = 4 + groups.count, 2
+        num_longs, num_ints = 4 + len(groups.tables), 2
         self.packed = zeros(torch.int64, num_longs * self.width + num_ints * self.width // 2)
         ints = self.packed[num_longs * self.width :].view(torch.int32).view(num_ints, self.width)
         longs = self.packed[: num_longs * self.width].view(num_longs, self.width)
@@ -98,12 +98,18 @@ class DecodeInputs:
         """int64 [2 * width]: `token_ids`, and behind them `drawn`, the tokens of the step before."""
         self.sources.copy_(torch.arange(max_batch))
         self.slots = longs[4:, :max_batch]
-        self.block_tables = zeros(torch.int32, groups.count, max_batch, -(-max_context // block_size))
+        rows = -(-max_context // block_size)
+        self.block_tables = [zeros(torch.int32, max_batch, rows, len(of)) for of in groups.tables]
+        """Tables of blocks, int32 [max_batch, rows, parts], one for each of KVGroups.tables."""
         self._written: list[tuple[Sequence[int], int]] = []  # of each row of the last batch: its table, and how far
         self._local_lens: Tensor | None = None
         if local_tokens is not None:
             of_one = local_lengths(np.ones(1, np.int64), block_size, local_tokens)
             self._local_lens = ints[1, :max_batch].fill_(int(of_one[0]))
+
+    def hold(self, batch: Sequence[SequenceStep]) -> bool:
+        """Return True if no context of the batch is longer than the longest that there is room for."""
+        return max(step.start for step in batch) < self._max_context
 
     def fill(self, batch: Sequence[SequenceStep]) -> None:
         """Write a batch that `twostroke.model.batch.check_batch` lets pass into the first rows, on the host."""
@@ -116,19 +122,21 @@ class DecodeInputs:
         np.add(positions, 1, out=context_lens, casting="unsafe")
         last_blocks = positions // size
         lengths = ((last_blocks + 1) * num_groups).tolist()  # a table may hold more, for tokens to come
-        tables = self.block_tables.numpy()[:, :count, : max(lengths) // num_groups]
+        num_rows = max(lengths) // num_groups
+        tables = [table.numpy()[:count, :num_rows] for table in self.block_tables]
         if not self._extend_tables(batch, lengths, tables[0]):
             used = chain.from_iterable(step.block_ids[:n] for step, n in zip(batch, lengths, strict=True))
             blocks = np.fromiter(used, np.int32, sum(lengths)).reshape(-1, num_groups)
-            tables[:, np.arange(tables.shape[2]) <= last_blocks[:, None]] = blocks.T
             if self._groups.windowed:
-                np.maximum(tables, 0, out=tables)
-        last = tables[:, np.arange(count), last_blocks]
-        if self._local_tokens is None or self._local_lens is None:
-            np.multiply(last, size, out=slots)
-            slots += positions % size
-        else:
-            slots[:] = slots_of(last.astype(np.int64), positions, size, self._local_tokens)
+                np.maximum(blocks, 0, out=blocks)
+            written = np.arange(num_rows) <= last_blocks[:, None]
+            for table, of in zip(tables, self._groups.tables, strict=True):
+                table[written] = blocks[:, of]
+        for found, table in zip(slots, tables, strict=True):
+            part = size // table.shape[2]
+            last = table[np.arange(count), last_blocks, positions % size // part]
+            found[:] = slots_of(last.astype(np.int64), positions, part, self._local_tokens or range(part))
+        if self._local_tokens is not None and self._local_lens is not None:
             self._local_lens.numpy()[:count] = local_lengths(positions + 1, size, self._local_tokens)
 
     def _extend_tables(self, batch: Sequence[SequenceStep], lengths: Sequence[int], table: NDArray[np.int32]) -> bool:
@@ -147,7 +155,7 @@ class DecodeInputs:
             return False
         for row, (blocks, done, length) in enumerate(zip(tables, known, lengths, strict=True)):
             if done < length:
-                table[row, done:length] = blocks[done:length]
+                table[row, done:length, 0] = blocks[done:length]
         return True
 
     def follow(self, batch: Sequence[SequenceStep]) -> None:
@@ -164,7 +172,7 @@ class DecodeInputs:
         local_tokens = None if self._local_lens is None else self._local_lens[:count]
         return tuple(
             BatchLayout.of_decodes(
-                positions, slots[:count], context_lens, tables[:count], self._max_context, local_tokens
+                positions, slots[:count], context_lens, tables[:count].flatten(1), self._max_context, local_tokens
             )
             for slots, tables in zip(self.slots, self.block_tables, strict=True)
         )

@@ -6,8 +6,16 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 from twostroke.model.shapes.state_sizes import StateSizes
-from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups, group_layers, least_block_tokens
+from twostroke.protocol.kv_layout import (
+    STATE_WINDOW,
+    KVGroups,
+    KVLayout,
+    group_layers,
+    least_block_tokens,
+    mean_seen,
+)
 
 STATE_BLOCK_STEP = 16
 """Blocks that are larger than asked for, for the sake of states, are multiples of so many tokens."""
@@ -53,7 +61,7 @@ Activation = Literal[GatedActivation, "relu2"]
 PrefillKernel = Literal["plain", "fa3"]
 """Kernel of prefill attention on GPUs: `plain` is ours, `fa3` FlashAttention-3."""
 
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     factors: tuple[float, ...] = ()  # longrope: of each frequency
-    rotated: int = 0  # dimensions of a head, the first; 0: all
+    rotated: int = 0  # dimensions of a head, the first; 0: all. proportional: half of them lie in either half of a head
     interleaves: bool = False  # neighbours are a pair, not dimensions half of the rotated ones apart
 
 
@@ -88,32 +96,25 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class KVHeads:
+    """The heads of a layer's keys and values."""
+
+    number: int
+    dim: int  # of each, and of queries
+
+    @property
+    def width(self) -> int:
+        """Width of the keys (or the values) of one token."""
+        return self.number * self.dim
+
+
+@dataclass(frozen=True)
 class Projection:
     """One matrix of a layer."""
 
     name: str  # of its tensors within the layer, before `.weight` and `.bias`
     has_bias: bool = False
     first_row: int = 0  # of those tensors, where several projections lie one behind the other in one
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
-
-    A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
-    turns, which all heads share: one row of `rank + rotary`, and nothing else.
-    """
-
-    rank: int  # of the latent
-    rotary: int  # of a head's queries and keys, the part that turns
-    key: int  # of a head's queries and keys, the part that does not
-    value: int  # of a head
-    query_rank: int = 0  # of the queries' own latent, which is not cached; 0: they are made of the layer's input
-
-    @property
-    def query(self) -> int:
-        """Width of a head's queries as they are projected; the rotated part is the last."""
-        return self.key + self.rotary
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,17 @@ StateSpec = DeltaSpec | MambaSpec | ConvolutionSpec
 
 
 @dataclass(frozen=True)
+class IndexSpec:
+    """Parts of a layer's index, by their names within the layer."""
+
+    query: Projection  # of the queries' latent
+    key: Projection  # of the layer's input
+    key_norm: str  # a layer norm with a bias
+    weights: Projection  # of the layer's input: the weight of each head's scores
+    interleaves: bool  # as RopeConfig's, of what turns, which is the first of a head's queries and of the key
+
+
+@dataclass(frozen=True)
 class LatentSpec:
     """Projections between a layer's input and `q`, `k` and `v`, where the layer attends to latents."""
 
@@ -170,6 +182,7 @@ class LatentSpec:
     query_down: Projection | None  # None: `q` is of the layer's input
     query_norm: str | None
     norm_eps: float = 1e-6  # of both, whatever config.json says of norms
+    index: IndexSpec | None = None  # in all layers but `IndexSizes.sharing`
 
 
 @dataclass(frozen=True)
@@ -202,6 +215,16 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class ExpertNorms:
+    """Norms around experts that stand beside an MLP with norms of its own, by their names within a layer."""
+
+    router: str  # the tensor [hidden] that weighs the router's input, normalised and divided by sqrt(hidden)
+    input: str  # of the experts, which as the router's is the residual
+    output: str  # of the experts
+    beside: str  # of the MLP's output
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """A routed feed-forward block: gated MLPs of which each token takes some (Shazeer et al. 2017)."""
 
@@ -219,6 +242,8 @@ class ExpertsSpec:
     correction: str | None = None  # the tensor that is added to scores where they choose, and not where they weigh
     shared: MlpSpec | None = None  # that all tokens take beside
     shared_gate: Projection | None = None  # whose sigmoid the shared one's result is multiplied by
+    scales: str | None = None  # the tensor [experts] that the chosen ones' weights are multiplied by
+    norms: ExpertNorms | None = None  # None: experts take what the MLP beside takes, and results are summed
 
 
 @dataclass(frozen=True)
@@ -250,8 +275,26 @@ class LayerSpec:
     latent: LatentSpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
     gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
+    normalises_values: bool = False  # a norm without weights of each head's values
+    output_scale: str | None = None  # the tensor [1] that the residual is multiplied by behind the layer
     state: StateSpec | None = None  # instead of attention, where `ModelShape.keeps_state`
     experts: ExpertsSpec | None = None  # instead of gate, up and down, but in `ModelConfig.dense_layers`
+
+
+@dataclass(frozen=True)
+class LayerEmbeddingSpec:
+    """Embeddings of a token for each layer (Gemma 3n and 4's "per-layer embeddings"), each of `size` numbers.
+
+    A layer adds to its result what a gated projection makes of its token's: norm(output(act(gate(x)) * embedding)).
+    """
+
+    size: int
+    table: str  # [vocabulary, layers * size]
+    projection: Projection  # of the embedded token, hidden -> layers * size, which is added to the table's rows
+    projection_norm: str  # of each layer's part of it
+    gate: Projection  # within a layer, as what follows
+    output: Projection
+    norm: str
 
 
 TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
@@ -271,6 +314,7 @@ class DecoderSpec:
     lm_head: str  # where embeddings are not tied
     norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
+    layer_embedding: LayerEmbeddingSpec | None = None
     is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
 
     def names_in_files(self, module: str) -> tuple[str, ...]:
@@ -294,8 +338,12 @@ class ModelShape:
     max_position: int  # positions the model accepts, prompt and output together
     # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
     windows: tuple[int, ...] = ()
-    latent: LatentSizes | None = None  # there is one KV head then, of `head_dim` rank + rotary
+    latent: LatentSizes | None = None  # there is one KV head then, and `head_dim` is the width of a row
     state: StateSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
+    # Of each layer, where they differ: `num_kv_heads` and `head_dim` are then the cache's, which have the narrowest
+    # layer's width, and other widths are multiples. Layers with the same window are alike.
+    layer_heads: tuple[KVHeads, ...] = ()
+    kv_owners: tuple[int, ...] = ()  # of each layer, whose keys and values it attends to; (): its own
 
     def keeps_state(self, layer: int) -> bool:
         """Return True if the layer keeps a state instead of keys and values."""
@@ -308,7 +356,9 @@ class ModelShape:
         return 0 if state is None else max(state.numbers_in(kind, self.num_kv_heads) for kind in (0, 1))
 
     def fitting_block_size(self, wanted: int, itemsize: int) -> int:
-        """Return the tokens of a block of numbers of `itemsize` bytes: `wanted`, or as many as a state needs."""
+        """Return the tokens of a row of blocks of numbers of `itemsize` bytes: `wanted` for the widest layers' blocks,
+        or as many as a state needs."""
+        wanted *= max(self.num_parts(layer) for layer, _ in self.kv_layers)
         least = least_block_tokens(self.state_numbers, self.head_dim, itemsize)
         return wanted if least <= wanted else -(-least // STATE_BLOCK_STEP) * STATE_BLOCK_STEP
 
@@ -321,14 +371,69 @@ class ModelShape:
         """Return what a layer attends to, as kv_layout.first_seen takes it; 0: all."""
         return self.windows[layer] if self.windows else 0
 
+    def heads(self, layer: int) -> KVHeads:
+        """Return the heads of a layer's keys and values."""
+        return self.layer_heads[layer] if self.layer_heads else KVHeads(self.num_kv_heads, self.head_dim)
+
+    def num_parts(self, layer: int) -> int:
+        """Return how many blocks of the cache a row of this layer's tokens takes."""
+        return self.heads(layer).width // self.kv_size
+
+    def kv_owner(self, layer: int) -> int:
+        """Return the layer whose keys and values this one attends to."""
+        return self.kv_owners[layer] if self.kv_owners else layer
+
+    def kv_layers_of(self, layers: range) -> tuple[tuple[int, int], ...]:
+        """Return the KV layers (protocol/kv_layout.py) of some layers, in order: the layer and the part of each."""
+        own = (layer for layer in layers if self.kv_owner(layer) == layer)
+        return tuple((layer, part) for layer in own for part in range(self.num_parts(layer)))
+
+    @property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """Return `kv_layers_of` all layers."""
+        return self.kv_layers_of(range(self.num_layers))
+
+    def kv_layout(self, model: str, dtype: str, block_size: int) -> KVLayout:
+        """Return the layout of the model's cache on one rank: `model` is its digest, `dtype` of the cache's numbers."""
+        parts = tuple(part for _, part in self.kv_layers)
+        return KVLayout(
+            model,
+            dtype,
+            len(self.kv_layers),
+            self.num_kv_heads,
+            self.head_dim,
+            block_size,
+            windows=tuple(self.windows[layer] for layer, _ in self.kv_layers) if self.windows else (),
+            kinds=self.kv_kinds,
+            state_numbers=self.state_numbers,
+            parts=parts if any(parts) else (),
+        )
+
+    @property
+    def index(self) -> IndexSizes | None:
+        """Sizes of the index that chooses what is attended to; None: there is none."""
+        return None if self.latent is None else self.latent.index
+
+    def attended(self, layer: int) -> int:
+        """Return the most tokens that a layer attends to, as a window; 0: all."""
+        return self.window(layer) if self.index is None else self.index.top_k
+
+    @property
+    def dense_context(self) -> int:
+        """The longest context within which queries attend to all tokens of their windows."""
+        return self.max_position if self.index is None else min(self.max_position, self.index.top_k)
+
     @property
     def kv_groups(self) -> KVGroups:
-        """Groups of layers that share block tables."""
+        """Groups of KV layers that share block tables."""
         return self.groups_of(range(self.num_layers))
 
     def groups_of(self, layers: range) -> KVGroups:
         """Return `kv_groups` of some layers, the first of which counts as 0. As `KVLayout.groups_of`."""
-        return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
+        if not self.layer_heads and not self.kv_owners:
+            return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
+        found = self.kv_layers_of(layers)
+        return group_layers(tuple(self.window(layer) for layer, _ in found), tuple(part for _, part in found))
 
     @property
     def expert_share(self) -> float:
@@ -351,19 +456,37 @@ class ModelShape:
 
     @property
     def q_size(self) -> int:
-        """Width of the queries of one token, as they meet the cache's rows."""
-        return self.num_heads * self.head_dim
+        """Width of the queries of one token, as they meet the cache's rows, in the widest layer."""
+        return max(self.query_width(layer) for layer in range(self.num_layers if self.layer_heads else 1))
+
+    def query_width(self, layer: int) -> int:
+        """Return the width of the queries of one token in this layer, as they meet the cache's rows."""
+        return self.num_heads * (self.heads(layer).dim if self.latent is None else self.latent.attended)
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys (or the values) of one token."""
+        """Width of the keys (or the values) of one token, in the narrowest layer."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def kv_values(self) -> int:
         """Numbers that the caches of all layers hold of one token, states aside."""
-        layers = sum(not self.keeps_state(layer) for layer in range(self.num_layers))
+        layers = sum(not self.keeps_state(layer) for layer, _ in self.kv_layers)
         return self.kv_kinds * layers * self.kv_size
+
+    def kv_seen(self, context: float) -> float:
+        """Return the numbers of all layers' caches that the last of `context` tokens attends to, states aside."""
+        return self.kv_kinds * sum(
+            self.heads(layer).width * mean_seen(self.window(layer), context)
+            for layer in range(self.num_layers)
+            if not self.keeps_state(layer)
+        )
+
+    @property
+    def last_kv_layer(self) -> int:
+        """Return the last layer with keys and values, or a state, of its own: those behind it need only the rows that
+        draw."""
+        return max(self.kv_owners, default=self.num_layers - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +511,8 @@ class ModelConfig(ModelShape):
     logits_cap: float = 0.0  # as `soft_cap`, of logits
     stored: StoredQuantization | None = None  # None: not quantised, or by each tensor for itself, as GGUF's are
     dense_layers: frozenset[int] = frozenset()  # that have an MLP where the others have experts
+    wide_layers: frozenset[int] = frozenset()  # whose MLP has twice as many features
+    keys_as_values: frozenset[int] = frozenset()  # layers whose values are made by the keys' projection
     # Of each layer the numbers that the checkpoint has for its attention or state, and for its MLP or experts, None
     # where it has neither of these; (): both are the layer's own.
     numbers: tuple[tuple[int, int | None], ...] = ()
@@ -414,9 +539,19 @@ class ModelConfig(ModelShape):
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
+        size = self.intermediate_size * (2 if layer in self.wide_layers else 1)
         if self.prefixes(layer)[1] is None:
             return None
-        return MlpSpec(spec.gate, spec.up, spec.down, self.intermediate_size) if experts is None else experts.shared
+        return MlpSpec(spec.gate, spec.up, spec.down, size) if experts is None else experts.shared
+
+    def rotary_dim_of(self, layer: int) -> int:
+        """Return `rotary_dim` of one layer."""
+        return self.heads(layer).dim if self.latent is None else self.latent.rotary
+
+    def value_projection(self, layer: int) -> Projection:
+        """Return what a layer's values are made by."""
+        parts = self.spec.layer
+        return parts.k if layer in self.keys_as_values else parts.v
 
     @property
     def rotary_dim(self) -> int:
@@ -447,4 +582,4 @@ class ModelConfig(ModelShape):
         width, experts = 3 * max((mlp.size for mlp in mlps if mlp is not None), default=0), self.spec.layer.experts
         if experts is not None:
             width += experts.routing.top_k * 3 * (experts.size + self.hidden_size)
-        return width
+        return width + (0 if self.spec.layer_embedding is None else self.num_layers * self.spec.layer_embedding.size)

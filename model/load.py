@@ -195,7 +195,7 @@ class LoadedEngine:
             compile_steps(decoder, sampler, make_cache)
         if blocks is None:
             one = make_cache(num_blocks=1, model_digest="")
-            memory = measure_gpu(decoder, sampler, one, config, self.max_context, self.parallel)
+            memory = measure_gpu(decoder, sampler, one, config, self.max_context, model.dense_context, self.parallel)
             blocks = blocks_in(cache_bytes_on_gpu(memory), config, model, self._kv_dtype)
         # Only rank 0 reads all of the weights, for the digest; the rank with the least room decides for all.
         digest = self.parallel.exchange(found.digest() if rank == 0 else "")[0]
@@ -203,7 +203,9 @@ class LoadedEngine:
         self.kv_cache = make_cache(num_blocks=blocks, model_digest=digest)
         self.swap_space = _swap_space(config, self.kv_cache, block_bytes(config, model, self._kv_dtype))
         self.max_context = resolve_max_context(config, model, blocks)
-        replays = _captured_steps(config, backend, decoder, self.kv_cache, self.max_context, sampler)
+        # Beyond, the host must know how many tokens queries choose from.
+        captured_context = min(self.max_context, model.dense_context)
+        replays = _captured_steps(config, backend, decoder, self.kv_cache, captured_context, sampler)
         hits = self.expert_hits = _expert_hits(decoder)
         self.expert_slots = None
         if spare and isinstance(decoder, Decoder):
@@ -330,9 +332,12 @@ def measure_gpu(
     kv_cache: KVCache,
     config: EngineConfig,
     max_context: int,
+    dense_context: int,
     parallel: TensorParallel,
 ) -> GpuMemory:
     """Run the largest steps with draws over a cache of one block, in which all tokens lie on each other; closes it.
+
+    `dense_context` is ModelShape's.
 
     Where steps are to be captured, the memory of the largest and of its logits belongs to them for good.
     """
@@ -353,6 +358,8 @@ def measure_gpu(
     # Log-probabilities take another path through the sampler.
     batch_of = partial(largest_batch, block_size=block_size, max_context=max_context, num_groups=kv_cache.groups.count)
     peak_step = max(peak(batch_of(bounds, logprobs=logprobs)) for logprobs in (None, 20))
+    if max_context > dense_context:  # a prompt's last chunk chooses among all tokens
+        peak_step = max(peak_step, peak([longest_chunk(bounds.max_tokens, block_size, max_context)]))
     graphs = 0
     width = -(-max_context // block_size) * kv_cache.groups.count
 
@@ -405,6 +412,12 @@ def largest_batch(
             )
         )
     return batch
+
+
+def longest_chunk(max_tokens: int, block_size: int, max_context: int) -> SequenceStep:
+    """Return the last tokens of the longest prompt, as many as a step may have, without a draw."""
+    length = min(max_tokens, max_context)
+    return SequenceStep([0] * length, max_context - length, block_ids=[0] * -(-max_context // block_size), draw=None)
 
 
 def _warm_up(runner: ModelRunner, kv_cache: KVCache, max_context: int) -> None:

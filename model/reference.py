@@ -20,6 +20,7 @@ from twostroke.model.backend import (
     HeadNorms,
     KVScales,
     LatentHeads,
+    LayerNorm,
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout
@@ -140,6 +141,7 @@ def rope_and_write_kv(
     q, k, v = qkv.view(-1, heads + 2 * groups, dim).tensor_split((heads, heads + groups), dim=1)
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+        v = v if norms.v is None else rms_norm(v, norms.v, norms.eps)
     kept = slots >= 0
     blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
     turned = _turned(k, positions, cos_sin)
@@ -212,13 +214,23 @@ def decode_attention(
 def write_latents(
     rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor
 ) -> None:
-    """rows [T, R + P] with the latents normalised and the rest rotated go into `kv_layer` [num_blocks, 1, 1,
-    block_size, R + P] at `slots`, but for negative ones."""
+    """rows [T, R + P] with the latents normalised and the rest rotated go to the beginnings of rows of `kv_layer`
+    [num_blocks, 1, 1, block_size, R + P or more] at `slots`, but for negative ones."""
     rank, block_size = len(norm), kv_layer.shape[3]
     turned = rope(rows[:, None, rank:], positions, cos_sin)[:, 0]
     kept = slots >= 0
     written = torch.cat((rms_norm(rows[:, :rank], norm, eps), turned), dim=1)[kept]
-    kv_layer[slots[kept] // block_size, 0, 0, slots[kept] % block_size] = written
+    kv_layer[slots[kept] // block_size, 0, 0, slots[kept] % block_size, : written.shape[1]] = written
+
+
+def write_index_keys(keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> None:
+    """keys [T, width], normalised and their last P numbers rotated, go to the ends of rows of `kv_layer` at the
+    layout's slots."""
+    width, rotary, row = keys.shape[1], cos_sin.shape[1], kv_layer.shape[4]
+    normed = functional.layer_norm(keys.float(), (width,), norm.weight, norm.bias, norm.eps)
+    turned = _turned(normed[:, None, width - rotary :], layout.positions, cos_sin)[:, 0]
+    written = torch.cat((normed[:, : width - rotary], turned), dim=1).to(kv_layer.dtype)
+    kv_layer.view(-1, row)[:, row - width :].index_copy_(0, layout.slots, written)
 
 
 def absorb(q: Tensor, heads: LatentHeads, cos_sin: Tensor, positions: Tensor) -> Tensor:
@@ -228,9 +240,16 @@ def absorb(q: Tensor, heads: LatentHeads, cos_sin: Tensor, positions: Tensor) ->
     return torch.cat((absorbed, rope(turning, positions, cos_sin)), dim=2)
 
 
-def attend_to_latents(q: Tensor, heads: LatentHeads, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
+def attend_to_latents(
+    q: Tensor,
+    heads: LatentHeads,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+    chosen: Tensor | None = None,
+) -> Tensor:
     """q [T, H (N + P)] -> [T, H V]: attention to keys and values that are made of the context's latents (DeepSeek-AI
-    2024, equations 9 to 19), all in fp32, rounded once."""
+    2024, equations 9 to 19), all in fp32, rounded once; where slots are `chosen`, to those alone."""
     still, turning = _parts_of_queries(q, heads)
     queries = torch.cat((still.float(), rope(turning.float(), layout.positions, cos_sin)), dim=2)
     rank, block_size = heads.keys.shape[2], kv_layer.shape[3]
@@ -240,12 +259,17 @@ def attend_to_latents(q: Tensor, heads: LatentHeads, cos_sin: Tensor, kv_layer: 
     for sequence, context in enumerate(layout.context_lens.tolist()):
         start, end = starts[sequence], starts[sequence + 1]
         tokens = torch.arange(context, device=q.device)
-        rows = kv_layer[layout.block_tables[sequence, tokens // block_size].long(), 0, 0, tokens % block_size].float()
+        blocks = layout.block_tables[sequence, tokens // block_size].long()
+        rows = kv_layer[blocks, 0, 0, tokens % block_size].float()
         k = torch.einsum("kr,hnr->khn", rows[:, :rank], heads.keys.float())
         v = torch.einsum("kr,hrv->khv", rows[:, :rank], heads.values.float())
-        k = torch.cat((k, rows[:, None, rank:].expand(-1, k.shape[1], -1)), dim=2)
+        turned = rows[:, None, rank : rank + cos_sin.shape[1]]
+        k = torch.cat((k, turned.expand(-1, k.shape[1], -1)), dim=2)
         scores = torch.einsum("qhd,khd->hqk", queries[start:end], k) * heads.scale
         hidden = tokens > torch.arange(context - (end - start), context, device=q.device).unsqueeze(1)
+        if chosen is not None:
+            slots = blocks * block_size + tokens % block_size
+            hidden |= ~(slots[None, :, None] == chosen[start:end, None]).any(2)
         weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         out[start:end] = torch.einsum("hqk,khv->qhv", weights, v).to(q.dtype)
     return out.flatten(1)
@@ -277,7 +301,12 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return (active * up).to(gate_up.dtype)
 
 
-def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+def gate_columns(gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+    """Implement Backend.gate_columns."""
+    return gate(torch.cat((gates, x[:, first : first + gates.shape[1]]), dim=1), activation)
+
+
+def route(logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None) -> Chosen:
     """The experts for logits fp32 [T, experts]: by groups as DeepSeek-AI 2024 (V2: 2.2.2; V3: 2.1.2)."""
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(1)
     choosing = scores if correction is None else scores + correction
@@ -290,7 +319,8 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen
     weights = scores.gather(1, experts)
     if routing.normalises:
         weights = weights / weights.sum(1, keepdim=True)
-    return Chosen(experts.int(), weights * routing.scale)
+    weights = weights * routing.scale
+    return Chosen(experts.int(), weights if scales is None else weights * scales[experts])
 
 
 def _first_best(scores: Tensor, count: int) -> Tensor:

@@ -20,7 +20,6 @@ from twostroke.planning.layouts import TRIED_MODES, Layout, Mode, Pools, Work
 from twostroke.planning.queueing import idle_share
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.kv_layout import KVLayout
 from twostroke.worker.profile import WorkerProfile
 
 RANKS = (1, 2, 4, 8)
@@ -96,8 +95,8 @@ def profiles_of(
     """Return profiles of workers on such GPUs that have room for the workload's longest request."""
     found = []
     for count in ranks_of(hardware):
-        # Latents can be on all ranks, or shared.
-        ways = (False, True) if shape.kv_kinds == 1 and count > 1 else (False,)
+        # Latents can be on all ranks, or shared where all of them are attended to.
+        ways = (False, True) if shape.kv_kinds == 1 and shape.index is None and count > 1 else (False,)
         for quantization, shares_contexts in product(quantizations, ways):
             machine = machine_of(hardware, count, quantization, terms, shares_contexts=shares_contexts)
             try:
@@ -119,16 +118,7 @@ def _profile(
 ) -> WorkerProfile:
     held = max(1, round(workload.held[0]))
     block = max((size for size in BLOCK_SIZES if size / 2 <= BLOCK_WASTE * held), default=BLOCK_SIZES[0])
-    layout = KVLayout(
-        "planned",
-        NAMES[machine.held.kv_itemsize],
-        shape.num_layers,
-        shape.num_kv_heads,
-        shape.head_dim,
-        block,
-        windows=shape.windows,
-        kinds=shape.kv_kinds,
-    )
+    layout = shape.kv_layout("planned", NAMES[machine.held.kv_itemsize], block)
     hardware, prompt = machine.hardware, max(1.0, workload.mean_prompt)
     copies = 1 if machine.shares_contexts else max(1, machine.ranks // shape.num_kv_heads)
     rows = shape.kv_groups.blocks_of(held + block // 2, 1, 1)
@@ -139,7 +129,7 @@ def _profile(
         kv_tokens=int(room.rows / rows * held),
         kv_bytes=layout.token_bytes * layout.groups.share_sent(prompt),
         link_bytes_per_s=terms.link_bytes_per_s * machine.ranks,
-        num_layers=shape.num_layers,
+        num_layers=layout.num_layers,
         step_tokens=terms.step_tokens,
         max_batch=terms.max_batch,
         gpus=machine.ranks,

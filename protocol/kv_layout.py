@@ -17,6 +17,11 @@ Where all layers keep everything there is one tensor a layer. Where some keep a 
 equal size that keep alike, and a tensor is for one layer of each group: any block can be any group's, so no memory is
 set apart for either. Each stage cuts its own layers so, into as many groups, with the same windows.
 
+Layers may have keys and values of different widths, where wide ones divide by the narrowest. A row of a wide layer's
+tokens then is several blocks, each with its part of the tokens: `parts`. Everything here takes each part for a layer of
+its own, a KV layer, with blocks in a group of its own; kernels are given the blocks of all parts in turn, in one table
+(KVGroups.tables). Layers that attend to another layer's keys and values are no KV layers.
+
 A window may also be a chunk: a token attends to those of its own chunk, which begins at a multiple of the chunk's size.
 Its number is the negative size: the same numbers that say what attention sees then say what is kept.
 
@@ -72,6 +77,9 @@ class KVGroups:
     windows: tuple[int, ...]  # of each group: what its layers attend to, as to `first_seen`
     of_layer: tuple[int, ...]  # each layer's group
     tensor_of_layer: tuple[int, ...]
+    # Of each table that kernels read, its groups: several where each has a part of a row's tokens. Where none has, each
+    # group is a table.
+    tables: tuple[tuple[int, ...], ...]
 
     @property
     def count(self) -> int:
@@ -81,6 +89,12 @@ class KVGroups:
     def num_tensors(self) -> int:
         """Layers of a group, which is also the number of tensors of the cache. The last of a kind may have fewer."""
         return max(self.tensor_of_layer) + 1
+
+    @cached_property
+    def table_of_layer(self) -> tuple[int, ...]:
+        """Return each layer's place in `tables`."""
+        of_group = {group: place for place, groups in enumerate(self.tables) for group in groups}
+        return tuple(of_group[group] for group in self.of_layer)
 
     @cached_property
     def windowed(self) -> tuple[int, ...]:
@@ -134,21 +148,26 @@ class KVGroups:
 
 
 @lru_cache
-def group_layers(windows: tuple[int, ...]) -> KVGroups:
-    """Cut layers with these windows (as to `first_seen`) into groups, each as large as the smaller kind of layers.
+def group_layers(windows: tuple[int, ...], parts: tuple[int, ...] = ()) -> KVGroups:
+    """Cut layers with these windows (as to `first_seen`) into groups, each as large as the smallest kind of layers.
 
     So what groups lack to be equally large is memory that nobody uses: some percent where kinds have odd numbers. The
-    first group is one that keeps everything, where there is one: its blocks are what a prefix is known by.
+    first group is one that keeps everything, where there is one: its blocks are what a prefix is known by. `parts` are
+    KVLayout.parts; those of one layer of the model lie in the same tensor.
     """
-    kinds = sorted(set(windows), key=abs)
-    size = min(windows.count(kind) for kind in kinds)
+    of_each = list(zip(windows, parts or (0,) * len(windows), strict=True))
+    kinds = sorted(set(of_each), key=lambda kind: (abs(kind[0]), kind[1]))
+    size = min(of_each.count(kind) for kind in kinds)
     of_layer, tensors, of_groups = [0] * len(windows), [0] * len(windows), list[int]()
+    tables: dict[tuple[int, int], list[int]] = {}  # by window, and place among the groups with it
     for kind in kinds:
-        layers = [layer for layer, window in enumerate(windows) if window == kind]
+        layers = [layer for layer, found in enumerate(of_each) if found == kind]
         for place, layer in enumerate(layers):
             of_layer[layer], tensors[layer] = len(of_groups) + place // size, place % size
-        of_groups += [kind] * -(-len(layers) // size)
-    return KVGroups(tuple(of_groups), tuple(of_layer), tuple(tensors))
+        for place in range(-(-len(layers) // size)):
+            tables.setdefault((kind[0], place), []).append(len(of_groups))
+            of_groups.append(kind[0])
+    return KVGroups(tuple(of_groups), tuple(of_layer), tuple(tensors), tuple(map(tuple, tables.values())))
 
 
 ONE_GROUP = group_layers((0,))
@@ -196,11 +215,14 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     pp_size: int = 1
     context_ranks: int = 1  # of a stage, that share each block's tokens; 1: all of its ranks hold all of them
     state_numbers: int = 0  # fp32, of a state for each kind and KV head; 0: no layer keeps a state
+    # Of each layer: which part of a row's tokens its blocks have. Layers with the same window have as many parts.
+    # (): all have whole rows.
+    parts: tuple[int, ...] = ()
 
     @property
     def groups(self) -> KVGroups:
         """Return the groups of the whole model's layers: the windows of each stage are the same."""
-        return group_layers(self.windows or (0,) * self.num_layers)
+        return self._groups_of(range(self.num_layers))
 
     @property
     def num_ranks(self) -> int:
@@ -224,8 +246,16 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def groups_of(self, rank: int) -> KVGroups:
         """Return the groups of `rank`'s layers, which are numbered from 0 there."""
-        layers = self.layers_of(rank)
-        return group_layers(self.windows[layers.start : layers.stop] or (0,) * len(layers))
+        return self._groups_of(self.layers_of(rank))
+
+    def _groups_of(self, layers: range) -> KVGroups:
+        part = slice(layers.start, layers.stop)
+        return group_layers(self.windows[part] or (0,) * len(layers), self.parts[part])
+
+    @property
+    def has_plain_rows(self) -> bool:
+        """Return True if blocks hold nothing but rows of `head_dim` numbers, each of one token."""
+        return not self.state_numbers and not any(self.parts)
 
     @property
     def num_tensors(self) -> int:
@@ -288,6 +318,7 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         ("version", "layout version"),
         ("windows", "layers' windows"),
         ("state_numbers", "size of a layer's state"),
+        ("parts", "division of layers' rows into blocks"),
     ):
         ours, theirs = getattr(source, name), getattr(target, name)
         if ours != theirs:
@@ -296,8 +327,10 @@ def incompatibility(source: KVLayout, target: KVLayout, encoding: Encoding = "ra
         return f"the KV dtype differs: {source.dtype} at the source, {target.dtype} at the target"
     if encoding != "raw" and source.dtype == FP8:
         return f"KV in {FP8} has one byte a value already: it is sent as it is stored, not as {encoding}"
-    if encoding != "raw" and source.state_numbers:
-        return f"the model has layers that keep a state, which is sent as it is stored, not as {encoding}"
+    if encoding != "raw" and not source.has_plain_rows:
+        return (
+            f"the model's blocks hold more than rows of one width: they are sent as they are stored, not as {encoding}"
+        )
     if any(source.windows) and source.block_size != target.block_size:
         return (  # a window would begin within one side's block, which could never be found again as a prefix
             "the model has layers with a window, which need the same block size on both sides: it is "

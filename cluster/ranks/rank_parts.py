@@ -96,10 +96,10 @@ async def load_rank(
     loaded = await asyncio.to_thread(load_engine, config, place)
     store: KVStore = loaded.kv_cache
     try:
-        if store.layout.state_numbers and settings.transfer.encoding != "raw":
+        if not store.layout.has_plain_rows and settings.transfer.encoding != "raw":
             raise ConfigError(
-                f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values, and the model has layers "
-                "that keep a state: leave it at raw"
+                f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values of one width, and the "
+                "model has layers with a state or with wider ones: leave it at raw"
             )
         transports = await asyncio.to_thread(
             make_transports,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.context_index import ContextIndex, IndexQueries
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import (
     AttentionForm,
@@ -25,7 +26,7 @@ from twostroke.model.backend import (
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
-from twostroke.model.config import ModelConfig, Routing
+from twostroke.model.config import KVHeads, ModelConfig, Routing
 from twostroke.model.costs.sizes import num_active_parameters
 from twostroke.model.parallel import expert_sums
 from twostroke.model.parallel.tensor_parallel import TensorParallel
@@ -44,6 +45,7 @@ class LatentWeights:
     query: Linear
     eps: float
     attention: LatentAttention
+    index: ContextIndex | None  # None: all tokens are attended to, or those that the layer before attends to
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,27 @@ class RoutedWeights:
     experts: Experts  # this rank's summand
     scales_input: bool  # as ExpertsSpec's
     shared_gate: Linear | None  # hidden -> 1: of the MLP beside
+    scales: Tensor | None = None  # fp32 [experts]: of the chosen ones' weights
+    norms: "NormsBeside | None" = None
+
+
+@dataclass(frozen=True)
+class NormsBeside:
+    """Norms of experts that stand beside an MLP (config.py's ExpertNorms), fp32 [hidden] each."""
+
+    router: Tensor
+    input: Tensor
+    output: Tensor
+    beside: Tensor
+
+
+@dataclass(frozen=True)
+class EmbeddingGate:
+    """Weights that add its tokens' embeddings to a layer (config.py's LayerEmbeddingSpec), whole on each rank."""
+
+    gate: Linear  # hidden -> size
+    output: Linear  # size -> hidden
+    norm: Tensor  # fp32 [hidden]
 
 
 Mixer = Linear | LatentWeights | StateMixer[Any]
@@ -88,6 +111,20 @@ class LayerWeights:
     output_norm: Tensor | None  # [hidden]
     output_gate: Linear | None = None  # hidden -> H D, whose sigmoid the attention's result is multiplied by
     query_scales: Tensor | None = None  # fp32 [max_context], shared likewise
+    kv_heads: KVHeads | None = None  # this rank's; None: as in the cache's shape
+    embedding_gate: EmbeddingGate | None = None
+    output_scale: float = 1.0  # of the residual behind the layer
+
+
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """Embeddings of each token for each layer, in the numbers of config.py's LayerEmbeddingSpec."""
+
+    table: Tensor | Linear  # [this rank's vocabulary, layers * size]
+    scale: float  # of the table
+    projection: Linear  # hidden -> layers * size, whole on each rank
+    norm: Tensor  # fp32 [size]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +136,7 @@ class EndWeights:
     first_token: int  # of this rank's vocabulary
     final_norm: Tensor  # fp32 [hidden]
     lm_head: Linear  # hidden -> this rank's vocabulary
+    layer_embedding: LayerEmbedding | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +146,24 @@ class DecoderWeights:
     dtype: torch.dtype  # of activations
     layers: tuple[LayerWeights, ...]  # of the rank's stage
     ends: EndWeights | None  # None: the stage is not the first
+
+
+@dataclass(frozen=True)
+class _KVPlace:
+    """The place of the keys and values that a layer attends to."""
+
+    table: int  # of KVGroups.tables
+    tensor: int  # of the cache
+    own: range  # KV layers that this layer writes, with the model's numbers
+
+    @classmethod
+    def of(cls, config: ModelConfig, layers: range, layer: int) -> "_KVPlace":
+        """Return the place of one of a stage's layers."""
+        groups, owner = config.groups_of(layers), config.kv_owner(layer)
+        index = config.kv_layers_of(layers).index((owner, 0))
+        first = config.kv_layers.index((owner, 0))
+        own = range(first, first + config.num_parts(owner)) if owner == layer else range(0)
+        return cls(groups.table_of_layer[index], groups.tensor_of_layer[index], own)
 
 
 class Decoder:
@@ -123,8 +179,10 @@ class Decoder:
         self._backend = backend
         self._parallel = parallel
         self.stage = parallel.stage
-        self._model_layers = self.stage.layers(config.num_layers)
-        self._groups = config.groups_of(self._model_layers)
+        layers = self.stage.layers(config.num_layers)
+        self._places = [_KVPlace.of(config, layers, layer) for layer in layers]
+        # Layers behind the last one with keys and values of its own only compute rows that are needed.
+        self._last_writer = max(index for index, place in enumerate(self._places) if place.own)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,8 +220,12 @@ class Decoder:
         drawn = step.drawing.rows
         # Nobody reads what comes after the last layer's KV, but of the rows that draw.
         needed = step.drawing if step.on_hidden is None and drawn.numel() < step.token_ids.numel() else None
+        hidden, ends = self.embed(step.token_ids), self._ends
+        embedded = None
+        if ends.layer_embedding is not None:
+            embedded = self._embed_for_layers(step.token_ids, hidden, ends.layer_embedding)
         x = self._run_layers(
-            self.embed(step.token_ids), step.layouts, step.kv_tensors, needed, self._ends.final_norm, on_layer
+            hidden, step.layouts, step.kv_tensors, needed, ends.final_norm, on_layer, embedded=embedded
         )
         if x is None:
             return None
@@ -180,6 +242,17 @@ class Decoder:
         found = self._backend.embed(token_ids, ends.embedding, ends.first_token, self._weights.dtype)
         found = self._parallel.all_reduce(found)
         return found if ends.embedding_scale == 1 else self._backend.scale(found, ends.embedding_scale)
+
+    def _embed_for_layers(self, token_ids: Tensor, hidden: Tensor, embedding: LayerEmbedding) -> Tensor:
+        """int64 [T] and their embedding [T, hidden] -> [T, layers * size]."""
+        backend, ends, size = self._backend, self._ends, embedding.size
+        found = self._parallel.all_reduce(
+            backend.embed(token_ids, embedding.table, ends.first_token, self._weights.dtype)
+        )
+        found = backend.scale(found, embedding.scale)
+        made = backend.scale(embedding.projection(hidden), self._config.hidden_size**-0.5).view(-1, size)
+        made = backend.rms_norm(made, embedding.norm, self._config.rms_norm_eps).view(found.shape)
+        return backend.scale(backend.add(made, found), 2**-0.5)
 
     def run_layers(
         self,
@@ -222,57 +295,102 @@ class Decoder:
         needed: Drawing | None,
         final_norm: Tensor | None,
         on_layer: OnLayer | None,
+        embedded: Tensor | None = None,
     ) -> Tensor | None:
-        """Run the layers as `run_layers` does, and normalise behind the last one where `final_norm` is given."""
+        """Run the layers as `run_layers` does, and normalise behind the last one where `final_norm` is given.
+
+        `embedded`: the result of `_embed_for_layers`.
+        """
         backend, layers = self._backend, self._weights.layers
         first_norm = layers[0].input_norm
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
+        chosen: Tensor | None = None  # the tokens that latents' queries attend to; None: all
         for index, layer in enumerate(layers):
-            layout = layouts[self._groups.of_layer[index]]
-            kv_layer = kv_tensors[self._groups.tensor_of_layer[index]]
+            place = self._places[index]
+            layout, kv_layer = layouts[place.table], kv_tensors[place.tensor]
+            if layer.kv_heads is not None:
+                kv_layer = kv_layer.view(*kv_layer.shape[:2], layer.kv_heads.number, -1, layer.kv_heads.dim)
             gate = None if layer.output_gate is None else layer.output_gate(x)
+            asking: IndexQueries | None = None
             if isinstance(layer.qkv, StateMixer):
                 q = layer.qkv(x, kv_layer, layout)
+            elif isinstance(layer.qkv, LatentWeights):
+                q, asking = self._write_latents(x, layer, layer.qkv, kv_layer, layout)
             else:
-                q = self._write_kv(x, layer, layer.qkv, kv_layer, layout)
+                q = self._write_kv(x, layer, layer.qkv, kv_layer if place.own else kv_layer[:, :, :0], layout)
             if on_layer is not None:  # on CUDA the write is launched
-                on_layer(self._model_layers[index])
-            is_last = index == len(layers) - 1
-            if is_last and needed is not None:
+                for number in place.own:
+                    on_layer(number)
+            if index == self._last_writer and needed is not None:
                 if needed.rows.numel() == 0:
                     return None
                 q, residual = q[needed.rows], residual[needed.rows]
                 gate = None if gate is None else gate[needed.rows]
-                layout = layout.of_last_tokens(needed)
+                embedded = None if embedded is None else embedded[needed.rows]
+                asking = None if asking is None else asking.of(needed.rows)
+                chosen = None if chosen is None else chosen[needed.rows]
+                read = {behind.table for behind in self._places[index:]}
+                layouts = [one.of_last_tokens(needed) if table in read else one for table, one in enumerate(layouts)]
+                layout = layouts[place.table]
             if isinstance(layer.qkv, StateMixer):
                 x = q if layer.qkv.norm is None else self._norm_groups(q, layer.qkv.norm)
             elif isinstance(layer.qkv, LatentWeights):
-                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout)
+                if asking is not None and layer.qkv.index is not None:
+                    chosen = layer.qkv.index.choose(asking, kv_layer, layout)
+                x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout, chosen)
             else:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             if gate is not None:
                 x = backend.gate_rows(x, gate)
-            following = final_norm if is_last else layers[index + 1].input_norm
+            following = final_norm if index == len(layers) - 1 else layers[index + 1].input_norm
             if layer.mlp is None and layer.routed is None:
                 x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, following)
                 continue
             x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
-            x, is_whole = self._feed_forward(x, layer)
-            x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
+            x, is_whole = self._feed_forward(x, residual, layer)
+            if layer.embedding_gate is None and layer.output_scale == 1:
+                x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
+                continue
+            _, residual = self._sum_and_norm(x, residual, layer.output_norm, None, is_whole)
+            if layer.embedding_gate is not None and embedded is not None:
+                residual = self._add_embedding(residual, embedded, index, layer.embedding_gate)
+            x = residual = backend.scale(residual, layer.output_scale)
+            if following is not None:
+                x = backend.rms_norm(residual, following, self._config.rms_norm_eps)
         return x
 
+    def _add_embedding(self, residual: Tensor, embedded: Tensor, index: int, parts: EmbeddingGate) -> Tensor:
+        """Add what a layer makes of its part of `embedded` to the residual."""
+        backend, gates = self._backend, parts.gate(residual)
+        x = backend.gate_columns(gates, embedded, index * gates.shape[1], self._config.activation)
+        x = backend.rms_norm(parts.output(x), parts.norm, self._config.rms_norm_eps)
+        return backend.add(x, residual)
+
+    def _write_latents(
+        self, x: Tensor, layer: LayerWeights, latents: LatentWeights, kv_layer: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """Write a layer's latents into the cache. Returns the queries, one row per token, and those of its index where
+        some token is to choose."""
+        backend, index, hidden = self._backend, latents.index, x
+        backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
+        if latents.query_down is not None and latents.query_norm is not None:
+            x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
+        asking = None
+        if index is not None:
+            keys = index.weights.key(hidden)
+            backend.write_index_keys(keys, index.weights.key_norm, layer.cos_sin, kv_layer, layout)
+            asking = index.queries(hidden, x, layer.cos_sin, layout)
+        q, scales = latents.query(x), layer.query_scales
+        return q if scales is None else backend.scale_by_position(q, scales, layout.positions), asking
+
     def _write_kv(
-        self, x: Tensor, layer: LayerWeights, projection: Linear | LatentWeights, kv_layer: Tensor, layout: BatchLayout
+        self, x: Tensor, layer: LayerWeights, projection: Linear, kv_layer: Tensor, layout: BatchLayout
     ) -> Tensor:
-        """Write a layer's keys and values, or latents, into the cache. Returns the queries, one row per token."""
+        """Write a layer's keys and values into the cache. Returns the queries, one row per token.
+
+        A layer that attends to another's keys and values is given a cache without heads.
+        """
         backend, parallel = self._backend, self._parallel
-        if isinstance(projection, LatentWeights):
-            latents = projection
-            backend.write_latents(latents.down(x), latents.norm, latents.eps, layer.cos_sin, kv_layer, layout)
-            if latents.query_down is not None and latents.query_norm is not None:
-                x = backend.rms_norm(latents.query_down(x), latents.query_norm, latents.eps)
-            q, scales = latents.query(x), layer.query_scales
-            return q if scales is None else backend.scale_by_position(q, scales, layout.positions)
         qkv = projection(x)
         if layer.row_norms is not None:
             square_sums = parallel.all_reduce(backend.square_sums(qkv, layer.row_norms))
@@ -288,7 +406,7 @@ class Decoder:
             square_sums = self._parallel.all_reduce(square_sums)
         return self._backend.norm_groups(x, square_sums, norm, self._weights.dtype)
 
-    def _feed_forward(self, x: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
+    def _feed_forward(self, x: Tensor, residual: Tensor, layer: LayerWeights) -> tuple[Tensor, bool]:
         """Return the output of MLP and experts, this rank's summand or, with True, the whole sum."""
         backend, mlp, routed = self._backend, layer.mlp, layer.routed
         activation = self._config.activation
@@ -296,6 +414,8 @@ class Decoder:
         if routed is None:
             assert beside is not None
             return beside, False
+        if routed.norms is not None and beside is not None:
+            return self._beside_experts(beside, residual, routed, routed.norms), True
         logits = routed.router(x, out_dtype=torch.float32)
         chosen = backend.route(logits, routed.correction, routed.routing)
         if routed.scales_input:
@@ -309,6 +429,15 @@ class Decoder:
         if routed.shared_gate is not None:
             beside = backend.gate_by_sigmoid(beside, routed.shared_gate(x, out_dtype=torch.float32))
         return backend.add(beside, y), False
+
+    def _beside_experts(self, beside: Tensor, residual: Tensor, routed: RoutedWeights, norms: NormsBeside) -> Tensor:
+        """Return the sum of an MLP's output and of experts, each normalised for itself."""
+        backend, eps = self._backend, self._config.rms_norm_eps
+        logits = routed.router(backend.rms_norm(residual, norms.router, eps), out_dtype=torch.float32)
+        chosen = backend.route(logits, routed.correction, routed.routing, routed.scales)
+        y = routed.experts(backend.rms_norm(residual, norms.input, eps), chosen)
+        beside = backend.rms_norm(self._parallel.all_reduce(beside), norms.beside, eps)
+        return backend.add(backend.rms_norm(self._parallel.all_reduce(y), norms.output, eps), beside)
 
     def _sum_and_norm(
         self, x: Tensor, residual: Tensor, own_norm: Tensor | None, norm: Tensor | None, is_whole: bool = False

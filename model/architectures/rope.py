@@ -18,7 +18,8 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) ->
     cos, sin = torch.ones(num_positions, head_dim // 2), torch.zeros(num_positions, head_dim // 2)
     if rope is not None:
         rotated = rope.rotated or head_dim
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse_frequencies(rope, rotated))
+        turned = inverse_frequencies(rope, head_dim if rope.type == "proportional" else rotated)[: rotated // 2]
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), turned)
         cos[:, : rotated // 2] = angles.cos() * rope.attention_factor
         sin[:, : rotated // 2] = angles.sin() * rope.attention_factor
     return torch.cat((cos, sin), dim=-1)
@@ -35,7 +36,7 @@ def query_scale_table(scale: QueryScale | None, num_positions: int) -> Tensor | 
 def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
     """Return the checkpoint's dimension for each place of a head of queries or keys; None: all stay."""
     rotated = rope.rotated or head_dim
-    if rotated == head_dim and not rope.interleaves:
+    if rope.type == "proportional" or (rotated == head_dim and not rope.interleaves):
         return None
     turned = list(range(rotated))
     firsts, seconds = (
@@ -54,7 +55,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     match rope.type:
         case "default" | "dynamic":
             return inverse
-        case "linear":
+        case "linear" | "proportional":
             return inverse / rope.factor
         case "llama3":
             return _llama3(rope, inverse)

@@ -299,7 +299,7 @@ class TransformersDecoder:
         if step is None:
             raise RuntimeError("attention outside of a step")
         index = self._layers[call.module]
-        layout = step.layouts[self._groups.of_layer[index]]
+        layout = step.layouts[self._groups.table_of_layer[index]]
         kv_layer = step.kv_tensors[self._groups.tensor_of_layer[index]]
         query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
         tokens, all_heads, dim = query.shape

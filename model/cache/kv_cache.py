@@ -131,20 +131,7 @@ def make_kv_cache(
     `rank` is one of the ranks of all stages. Raises ConfigError where the host has too little memory.
     """
     name = str(dtype).removeprefix("torch.")
-    layout = KVLayout(
-        model_digest,
-        name,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        block_size,
-        tp_size=parallel.tensor_ranks,
-        windows=config.windows,
-        kinds=config.kv_kinds,
-        pp_size=parallel.stages,
-        context_ranks=parallel.context_ranks,
-        state_numbers=config.state_numbers,
-    )
+    layout = config.kv_layout(model_digest, name, block_size).over(parallel.cut)
     num_tensors = layout.groups_of(rank).num_tensors
     shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)
     layers, layer_bytes = range(num_tensors), num_blocks * layout.block_bytes

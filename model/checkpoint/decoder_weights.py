@@ -1,17 +1,23 @@
 """A decoder's weights on one rank: cut, fused, packed and quantised as they are loaded, one projection at a time."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.context_index import ContextIndex, IndexWeights
 from twostroke.model.architectures.decoder import (
     DecoderWeights,
+    EmbeddingGate,
     EndWeights,
     LatentWeights,
+    LayerEmbedding,
     LayerWeights,
     Mixer,
     MlpWeights,
+    NormsBeside,
     RoutedWeights,
 )
 from twostroke.model.architectures.rope import cos_sin_table, head_order, query_scale_table
@@ -23,6 +29,7 @@ from twostroke.model.backend import (
     HeadNorms,
     KVScales,
     LatentHeads,
+    LayerNorm,
     Linear,
     LoadOptions,
     RowNorms,
@@ -32,9 +39,11 @@ from twostroke.model.checkpoint.state_weights import StateLoader
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import (
+    ExpertNorms,
     ExpertsSpec,
-    LatentSizes,
+    KVHeads,
     LatentSpec,
+    LayerEmbeddingSpec,
     MlpSpec,
     ModelConfig,
     Projection,
@@ -44,6 +53,7 @@ from twostroke.model.costs.sizes import head_name, of_expert, of_lm_head
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage, of_heads, shifted
+from twostroke.model.shapes.latent_sizes import LatentSizes
 
 Weight = Tensor | QuantizedWeight
 
@@ -109,12 +119,12 @@ class RankTensors:
     def linear(self, weight: Weight, bias: Tensor | None, quantization: Quantization | None = None) -> Linear:
         return self._backend.make_linear(weight, bias, quantization or self.quantization, self.dtype)
 
-    def by_rows(self, prefix: str, parts: dict[Projection, slice]) -> Linear:
+    def by_rows(self, prefix: str, parts: Sequence[tuple[Projection, slice]]) -> Linear:
         """Return one projection that computes all of these, each for its rows: all have a bias, or none."""
-        weights = [self.rows(prefix, part, rows) for part, rows in parts.items()]
+        weights = [self.rows(prefix, part, rows) for part, rows in parts]
         biases = [
             in_order(self.kept(f"{prefix}{part.name}.bias", _rows_within(part, rows)), self.orders.get(part))
-            for part, rows in parts.items()
+            for part, rows in parts
             if part.has_bias
         ]
         return self.linear(self.together(weights), torch.cat(biases) if biases else None)
@@ -172,17 +182,24 @@ class _DecoderLoader:
         self._heads = shard.part(config.num_heads)
         scales = query_scale_table(config.query_scale, options.max_context)
         self._query_scales = None if scales is None else scales.to(options.device)
-        self._query_rows = of_heads(self._heads, config.head_dim)
-        self._kv_rows = of_heads(shard.kv_heads(config.num_kv_heads), config.head_dim)
+
+    def _query_rows(self, layer: int) -> slice:
+        """Return this rank's rows of a layer's queries."""
+        return of_heads(self._heads, self._config.heads(layer).dim)
+
+    def _kv_rows(self, layer: int) -> slice:
+        """Return this rank's rows of a layer's keys, and of its values."""
+        heads = self._config.heads(layer)
+        return of_heads(self._shard.kv_heads(heads.number), heads.dim)
 
     def load(self, stage: Stage) -> DecoderWeights:
         """Return the layers of `stage`, and the ends on the first one."""
         config, layers = self._config, stage.layers(self._config.num_layers)
+        turned = {index: (config.rope_of(index), config.rotary_dim_of(index)) for index in layers}
         tables = {
-            rope: cos_sin_table(rope, config.rotary_dim, self._options.max_context).to(self._options.device)
-            for rope in {config.rope_of(index) for index in layers}
+            one: cos_sin_table(*one, self._options.max_context).to(self._options.device) for one in {*turned.values()}
         }
-        loaded = tuple(self._layer(index, tables[config.rope_of(index)]) for index in layers)
+        loaded = tuple(self._layer(index, tables[turned[index]]) for index in layers)
         return DecoderWeights(self._options.dtype, loaded, self._ends() if stage.is_first else None)
 
     def _layer(self, index: int, cos_sin: Tensor) -> LayerWeights:
@@ -199,13 +216,32 @@ class _DecoderLoader:
             routed=None if mlp_prefix is None else self._routed(mlp_prefix, config.experts_of(index)),
             cos_sin=cos_sin,
             head_norms=None if keeps_state else self._head_norms(prefix, index),
-            row_norms=None if keeps_state else self._row_norms(prefix),
+            row_norms=None if keeps_state else self._row_norms(prefix, index),
             attention=self._attention_form(prefix, index),
             attention_norm=self._norm_if_any(prefix, parts.attention_norm),
             output_norm=self._norm_if_any(mlp_prefix, parts.output_norm),
             output_gate=output_gate,
             query_scales=self._query_scales if index in config.scaled_layers else None,
+            kv_heads=self._kv_heads(index),
+            embedding_gate=self._embedding_gate(prefix, config.spec.layer_embedding),
+            output_scale=self._output_scale(prefix, parts.output_scale),
         )
+
+    def _kv_heads(self, index: int) -> KVHeads | None:
+        if not self._config.layer_heads:
+            return None
+        heads = self._config.heads(index)
+        found = self._shard.kv_heads(heads.number)
+        return KVHeads(found.stop - found.start, heads.dim)
+
+    def _embedding_gate(self, prefix: str, spec: LayerEmbeddingSpec | None) -> EmbeddingGate | None:
+        if spec is None:
+            return None
+        gate, output = (self._tensors.whole(prefix, part) for part in (spec.gate, spec.output))
+        return EmbeddingGate(gate, output, self._tensors.norm(f"{prefix}{spec.norm}"))
+
+    def _output_scale(self, prefix: str, name: str | None) -> float:
+        return 1.0 if name is None else float(self._tensors.kept(f"{prefix}{name}").item())
 
     def _mixer(self, index: int, prefix: str) -> tuple[Mixer, Linear, Linear | None]:
         """Return what mixes a layer's tokens, the projection of its result, and the gate of that result, if any."""
@@ -216,18 +252,21 @@ class _DecoderLoader:
         if parts.latent is not None and config.latent is not None:
             mixed = of_heads(self._heads, config.latent.value)
             return (
-                self._latents(prefix, parts.latent, config.latent),
+                self._latents(prefix, parts.latent, config.latent, self._index(index, prefix, parts.latent)),
                 tensors.by_columns(prefix, parts.output, mixed),
                 None,
             )
-        output = tensors.by_columns(prefix, parts.output, self._query_rows)
+        query_rows, kv_rows = self._query_rows(index), self._kv_rows(index)
+        output = tensors.by_columns(prefix, parts.output, query_rows)
         if parts.gates_output:
-            qkv, gate = self._gated(prefix)
+            qkv, gate = self._gated(prefix, kv_rows)
             return qkv, output, gate
-        rows = {parts.q: self._query_rows, parts.k: self._kv_rows, parts.v: self._kv_rows}
+        rows = [(parts.q, query_rows)]
+        if config.kv_owner(index) == index:
+            rows += [(parts.k, kv_rows), (config.value_projection(index), kv_rows)]
         return tensors.by_rows(prefix, rows), output, None
 
-    def _gated(self, prefix: str) -> tuple[Linear, Linear]:
+    def _gated(self, prefix: str, kv_rows: slice) -> tuple[Linear, Linear]:
         """Return queries, keys and values of attention with a gate, and that gate: each head's lies behind its
         queries."""
         parts, tensors, dim = self._config.spec.layer, self._tensors, self._config.head_dim
@@ -235,7 +274,7 @@ class _DecoderLoader:
         of_head = torch.arange(rows.stop - rows.start).view(-1, 2, dim)
         queries, gates = in_order(of_head[:, 0].reshape(-1), self._order), of_head[:, 1].reshape(-1)
         q = tensors.at_places(prefix, parts.q, rows, queries)
-        k, v = (tensors.rows(prefix, part, self._kv_rows) for part in (parts.k, parts.v))
+        k, v = (tensors.rows(prefix, part, kv_rows) for part in (parts.k, parts.v))
         return tensors.linear(tensors.together([q, k, v]), None), tensors.linear(
             tensors.at_places(prefix, parts.q, rows, gates), None
         )
@@ -249,18 +288,49 @@ class _DecoderLoader:
         embedding: Tensor | Linear = lm_head
         if not config.tie_word_embeddings:
             embedding = tensors.table(f"{config.spec.embedding}.weight", vocabulary)
-        embedding_scale = config.embedding_scale
-        if config.rounds_embedding_scale:
-            embedding_scale = torch.tensor(embedding_scale).to(self._options.dtype).item()
+        layer_embedding = config.spec.layer_embedding
         return EndWeights(
             embedding=embedding,
-            embedding_scale=embedding_scale,
+            embedding_scale=self._embedding_scale(config.embedding_scale),
             first_token=vocabulary.start,
             final_norm=tensors.norm(config.spec.final_norm) * config.logits_scale,
             lm_head=lm_head,
+            layer_embedding=None if layer_embedding is None else self._layer_embedding(layer_embedding, vocabulary),
         )
 
-    def _latents(self, prefix: str, latent: LatentSpec, sizes: LatentSizes) -> LatentWeights:
+    def _embedding_scale(self, scale: float) -> float:
+        return torch.tensor(scale).to(self._options.dtype).item() if self._config.rounds_embedding_scale else scale
+
+    def _layer_embedding(self, spec: LayerEmbeddingSpec, vocabulary: slice) -> LayerEmbedding:
+        return LayerEmbedding(
+            table=self._tensors.table(f"{spec.table}.weight", vocabulary),
+            scale=self._embedding_scale(math.sqrt(spec.size)),
+            projection=self._tensors.whole("", spec.projection),
+            norm=self._tensors.norm(spec.projection_norm),
+            size=spec.size,
+        )
+
+    def _index(self, layer: int, prefix: str, latent: LatentSpec) -> ContextIndex | None:
+        """Return a layer's index, where it has one: each rank has it whole."""
+        sizes, spec, tensors = self._config.index, latent.index, self._tensors
+        if sizes is None or spec is None or layer in sizes.sharing:
+            return None
+        weight, bias = (
+            in_order(tensors.kept(f"{prefix}{spec.key_norm}.{part}", dtype=torch.float32), tensors.orders[spec.key])
+            for part in ("weight", "bias")
+        )
+        weights = IndexWeights(
+            query=tensors.by_rows(prefix, [(spec.query, slice(0, sizes.heads * sizes.key))]),
+            key=tensors.by_rows(prefix, [(spec.key, slice(0, sizes.key))]),
+            key_norm=LayerNorm(weight, bias, latent.norm_eps),
+            weights=tensors.whole(prefix, spec.weights),
+            sizes=sizes,
+        )
+        return ContextIndex(weights)
+
+    def _latents(
+        self, prefix: str, latent: LatentSpec, sizes: LatentSizes, index: ContextIndex | None
+    ) -> LatentWeights:
         config, parts, tensors = self._config, self._config.spec.layer, self._tensors
         down, query_down = latent.down, latent.query_down
         up = tensors.weight(f"{prefix}{parts.k.name}.weight", of_heads(self._heads, sizes.key + sizes.value))
@@ -269,20 +339,21 @@ class _DecoderLoader:
         heads = LatentHeads(keys, values, config.attention_scale)
         query_rows = slice(0, sizes.query_rank)
         return LatentWeights(
-            down=tensors.by_rows(prefix, {down: slice(0, sizes.rank + sizes.rotary)}),
+            down=tensors.by_rows(prefix, [(down, slice(0, sizes.rank + sizes.rotary))]),
             norm=tensors.norm(f"{prefix}{latent.norm}"),
-            query_down=None if query_down is None else tensors.by_rows(prefix, {query_down: query_rows}),
+            query_down=None if query_down is None else tensors.by_rows(prefix, [(query_down, query_rows)]),
             query_norm=self._norm_if_any(prefix, latent.query_norm),
-            query=tensors.by_rows(prefix, {parts.q: of_heads(self._heads, sizes.query)}),
+            query=tensors.by_rows(prefix, [(parts.q, of_heads(self._heads, sizes.query))]),
             eps=latent.norm_eps,
             attention=self._backend.make_latent_attention(heads, self._context_parts),
+            index=index,
         )
 
     def _mlp(self, prefix: str, spec: MlpSpec | None) -> MlpWeights | None:
         if spec is None:
             return None
         inner, tensors = self._shard.part(spec.size), self._tensors
-        gate_up = tensors.by_rows(prefix, {part: inner for part in (spec.gate, spec.up) if part is not None})
+        gate_up = tensors.by_rows(prefix, [(part, inner) for part in (spec.gate, spec.up) if part is not None])
         return MlpWeights(gate_up, tensors.by_columns(prefix, spec.down, inner))
 
     def _routed(self, prefix: str, spec: ExpertsSpec | None) -> RoutedWeights | None:
@@ -299,7 +370,15 @@ class _DecoderLoader:
             experts=self._backend.make_experts(weights, self._config.activation, held, dtype),
             scales_input=spec.scales_input,
             shared_gate=None if spec.shared_gate is None else self._tensors.whole(prefix, spec.shared_gate),
+            scales=None if spec.scales is None else self._tensors.kept(f"{prefix}{spec.scales}", dtype=torch.float32),
+            norms=None if spec.norms is None else self._norms_beside(prefix, spec.norms),
         )
+
+    def _norms_beside(self, prefix: str, names: ExpertNorms) -> NormsBeside:
+        tensors = self._tensors
+        router = tensors.kept(f"{prefix}{names.router}", dtype=torch.float32)
+        others = (tensors.norm(f"{prefix}{name}") for name in (names.input, names.output, names.beside))
+        return NormsBeside(router * self._config.hidden_size**-0.5, *others)
 
     def _attention_form(self, prefix: str, index: int) -> AttentionForm:
         config, sinks, scales = self._config, None, AS_THEY_ARE
@@ -307,7 +386,7 @@ class _DecoderLoader:
             sinks = self._tensors.kept(f"{prefix}{name}", self._heads, torch.float32)
         if self._options.kv_dtype == torch.float8_e4m3fn:
             scales = KVScales(*self._checkpoint.kv_scales(index))
-        scale = config.attention_scale or config.head_dim**-0.5
+        scale = config.attention_scale or config.heads(index).dim ** -0.5
         return AttentionForm(scale, config.window(index), config.soft_cap, sinks, scales)
 
     def _norm_if_any(self, prefix: str | None, name: str | None) -> Tensor | None:
@@ -315,19 +394,21 @@ class _DecoderLoader:
 
     def _head_norms(self, prefix: str, index: int) -> HeadNorms | None:
         config, parts = self._config, self._config.spec.layer
+        ones = torch.ones(config.heads(index).dim, device=self._options.device)
         if parts.normalises_rotated and config.rope_of(index) is not None:  # rotation changes no head's norm
-            ones = torch.ones(config.head_dim, device=self._options.device)
             return HeadNorms(ones, ones, config.rms_norm_eps)
         if parts.q_norm is None:
             return None
-        q, k = (in_order(self._tensors.norm(f"{prefix}{name}"), self._order) for name in (parts.q_norm, parts.k_norm))
-        return HeadNorms(q, k, config.rms_norm_eps)
+        # A layer without keys of its own normalises none.
+        names = (parts.q_norm, parts.k_norm if config.kv_owner(index) == index else parts.q_norm)
+        q, k = (in_order(self._tensors.norm(f"{prefix}{name}"), self._order) for name in names)
+        return HeadNorms(q, k, config.rms_norm_eps, ones if parts.normalises_values else None)
 
-    def _row_norms(self, prefix: str) -> RowNorms | None:
+    def _row_norms(self, prefix: str, index: int) -> RowNorms | None:
         parts = self._config.spec.layer
         if parts.q_row_norm is None or parts.k_row_norm is None:
             return None
-        named = ((parts.q_row_norm, self._query_rows), (parts.k_row_norm, self._kv_rows))
+        named = ((parts.q_row_norm, self._query_rows(index)), (parts.k_row_norm, self._kv_rows(index)))
         q, k = (in_order(self._tensors.norm(f"{prefix}{name}", rows), self._order) for name, rows in named)
         return RowNorms(q, k, self._shard.size, self._config.rms_norm_eps)
 
@@ -351,7 +432,13 @@ def _orders(config: ModelConfig, order: list[int]) -> dict[Projection, list[int]
     def behind(still: int) -> list[int]:
         return [*range(still), *(still + place for place in order)]
 
-    return {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
+    orders = {layer.q: behind(sizes.key), layer.latent.down: behind(sizes.rank)}
+    if sizes.index is not None and (index := layer.latent.index) is not None:
+        # What turns is the first in files, and the last here as it is in queries.
+        turned = head_order(replace(config.rope, interleaves=index.interleaves), sizes.rotary)
+        of_index = [*range(sizes.rotary, sizes.index.key), *(range(sizes.rotary) if turned is None else turned)]
+        orders |= {index.query: of_index, index.key: of_index}
+    return orders
 
 
 def _columns(spec: ExpertsSpec, inner: slice) -> Tensor:

@@ -21,6 +21,7 @@ INERT = frozenset(
         *("vision_config", "mm_tokens_per_image", "text_config", "quantization_config"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_feature_layer"),
         *("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        *("audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_index", "eoi_token_id"),
         *("projection_hidden_size", "projection_layer_norm_eps"),
         *("num_logits_to_keep", "z_loss_coefficient", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
         *("mamba_chunk_size", "chunk_size", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
@@ -41,6 +42,8 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     # which tokens and layers are attended to
     **dict.fromkeys(("attention_chunk_size", "num_kv_shared_layers", "per_layer_config", "index_topk"), _NOTHING),
+    **dict.fromkeys(("indexer_types", "index_topk_pattern"), _NOTHING),
+    "index_topk_freq": (None, 1),
     **dict.fromkeys(("interleaved_sliding_window", "attention_layers", "local_layer_ids"), _NOTHING),
     # positions
     **dict.fromkeys(

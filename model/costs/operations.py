@@ -7,7 +7,7 @@ products is taken to be in one of their kernels, so that norms alone stand for t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,18 +116,19 @@ def prefill_operations(
 
     The last chunk draws one token: only one row needs the last layer's output and the logits.
     """
-    layers = range(shape.num_layers)
-    rows = [tokens] * shape.num_layers
-    if is_last:
-        rows[-1] = 1
-    end = before + tokens
-    attending = [layer for layer in layers if not shape.keeps_state(layer)]
-    pairs = sum(
-        _causal_pairs(end, shape.window(layer)) - _causal_pairs(before, shape.window(layer)) for layer in attending
-    )
-    read = sum(mean_seen(shape.window(layer), before) for layer in attending)
-    _, _, of_pair = input_sizes(shape)
-    return _operations(shape, formats, tokens, rows, 2.0 * of_pair * pairs, read, 1, int(is_last))
+    last, drawing = shape.last_kv_layer, int(is_last)
+    rows = [tokens] * last + [drawing] * (shape.num_layers - last)
+    if not is_last:
+        rows[last] = tokens
+    end, flops = before + tokens, 0.0
+    for layer in range(shape.num_layers):
+        if not shape.keeps_state(layer):
+            most = shape.attended(layer)
+            pairs = _causal_pairs(end, most) - _causal_pairs(before, most)
+            flops += 2.0 * input_sizes(shape, layer)[2] * (pairs if layer <= last else drawing * mean_seen(most, end))
+    found = _operations(shape, formats, tokens, rows, flops, _numbers_read(shape, before, shape.window), 1, drawing)
+    scored = _causal_pairs(end, 0) - _causal_pairs(before, 0)
+    return found + _index_operations(shape, formats, end, scored, before)
 
 
 def decode_operations(
@@ -137,11 +138,39 @@ def decode_operations(
 
     Heads that attend to latents score all of a row, and mix what of it is the latent (DeepSeek-AI 2024, section 2.1.2).
     """
-    attending = [layer for layer in range(shape.num_layers) if not shape.keeps_state(layer)]
-    keys = batch * sum(mean_seen(shape.window(layer), context) for layer in attending)
     rotary = 0 if shape.latent is None else shape.latent.rotary
-    scores = 2.0 * (2 * shape.q_size - shape.num_heads * rotary) * keys
-    return _operations(shape, formats, batch, [batch] * shape.num_layers, scores, keys, batch, batch)
+    scores = sum(
+        2.0 * (2 * shape.query_width(layer) - shape.num_heads * rotary) * mean_seen(shape.attended(layer), context)
+        for layer in range(shape.num_layers)
+        if not shape.keeps_state(layer)
+    )
+    rows, read = [batch] * shape.num_layers, _numbers_read(shape, context, shape.attended)
+    found = _operations(shape, formats, batch, rows, batch * scores, batch * read, batch, batch)
+    return found + _index_operations(shape, formats, context, batch * context, batch * context)
+
+
+def _numbers_read(shape: ModelShape, context: float, seen: Callable[[int], int]) -> float:
+    """Return the numbers of all layers' caches that attention to `context` tokens reads, keys of an index aside.
+    `seen` returns what a layer attends to, as a window."""
+    index_key = 0 if shape.index is None else shape.index.key
+    return shape.kv_kinds * sum(
+        (shape.heads(layer).width - index_key) * mean_seen(seen(layer), context)
+        for layer in range(shape.num_layers)
+        if not shape.keeps_state(layer)
+    )
+
+
+def _index_operations(
+    shape: ModelShape, formats: NumberFormats, context: float, pairs: float, kv_tokens: float
+) -> list[Operation]:
+    """Return the scores by which tokens are chosen: of `pairs` of a query and a token, from the cached keys of
+    `kv_tokens` tokens, where the longest context has more tokens than are chosen."""
+    index = shape.index
+    if index is None or context <= index.top_k:
+        return []
+    layers = shape.num_layers - len(index.sharing)
+    flops, read = 2.0 * index.heads * (index.key + 1) * pairs, formats.kv_itemsize * index.key * kv_tokens
+    return [Operation("index scores", "attention", layers * flops, kv_bytes=layers * read)]
 
 
 def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
@@ -167,60 +196,76 @@ def _operations(
     tokens: int,
     rows: Sequence[int],
     attention_flops: float,
-    kv_tokens: float,
+    kv_numbers: float,
     sequences: int,
     logit_rows: int,
 ) -> list[Operation]:
-    """`rows`: of each layer behind its keys and values; `kv_tokens`: that all layers read of their caches; `sequences`:
-    whose states are read and written."""
-    queries, kv, _ = input_sizes(shape)
-    attention, head = matrix_sizes(shape)
-    output = attention - queries - kv
+    """Return the operations of a step. `rows` are those of each layer behind its keys and values, `kv_numbers` are what
+    all layers read of their caches, and `sequences` are those whose states are read and written."""
+    _, head = matrix_sizes(shape)
     hidden, states = shape.hidden_size, [layer for layer in range(shape.num_layers) if shape.keeps_state(layer)]
     layers = shape.num_layers - len(states)
     state_rows = sum(rows[layer] for layer in states)
     row_sum, each, around = sum(rows), formats.weight(shape), formats.attention_weight(shape)
-    inputs = shape.q_size + shape.kv_kinds * shape.kv_size
-    # Of a prompt's last layer the keys alone are needed of all rows, and the queries with them: one product.
+    # Weights of inputs and outputs, their products' operations, and numbers that these read and write, and attention.
+    inputs = outputs = input_flops = output_flops = input_numbers = mixed_numbers = 0.0
+    last = shape.last_kv_layer
+    for layer in range(shape.num_layers):
+        if shape.keeps_state(layer):
+            continue
+        queries, kv, _ = input_sizes(shape, layer)
+        output = matrix_sizes(shape, layer)[0] - queries - kv
+        # The keys are needed of all rows of the last layer that has any, and its queries with them: one product.
+        taken, width = tokens if layer <= last else rows[layer], shape.query_width(layer)
+        made = width + (shape.kv_kinds * shape.heads(layer).width if kv else 0)
+        inputs, outputs = inputs + queries + kv, outputs + output
+        input_flops += 2.0 * taken * (queries + kv)
+        output_flops += 2.0 * rows[layer] * output
+        input_numbers += taken * (hidden + made)
+        mixed_numbers += taken * (made + width)
     found = [
         Operation(
             "queries, keys, values",
             "product",
-            2.0 * tokens * layers * (queries + kv),
-            weight_bytes=around * layers * (queries + kv),
-            activation_bytes=formats.itemsize * tokens * layers * (hidden + inputs),
+            input_flops,
+            weight_bytes=around * inputs,
+            activation_bytes=formats.itemsize * input_numbers,
         ),
         Operation(
             "attention",
             "attention",
             attention_flops,
-            kv_bytes=formats.kv_itemsize * shape.kv_kinds * shape.kv_size * kv_tokens,
-            activation_bytes=formats.itemsize * tokens * layers * (inputs + shape.q_size),
+            kv_bytes=formats.kv_itemsize * kv_numbers,
+            activation_bytes=formats.itemsize * mixed_numbers,
         ),
         Operation(
             "attention output",
             "product",
-            2.0 * (row_sum - state_rows) * output,
-            weight_bytes=around * layers * output,
+            output_flops,
+            weight_bytes=around * outputs,
             activation_bytes=formats.itemsize * (row_sum - state_rows) * 2 * hidden,
         ),
     ]
     if shape.state is not None:
         found += _state_operations(shape, shape.state, formats, tokens, len(states), state_rows, sequences)
-    mlp_flops = mlp_bytes = width = 0.0
+    mlp_flops = mlp_bytes = mlp_numbers = 0.0
     for layer, count in enumerate(rows):
         mlp_flops += 2.0 * count * mlp_size(shape, layer, 1)
         mlp_bytes += each * mlp_size(shape, layer, tokens)
-        width += count * mlp_size(shape, layer, 1) / hidden  # numbers that its products read and write, about
+        mlp_numbers += count * mlp_size(shape, layer, 1) / hidden  # numbers that its products read and write, about
     found.append(
         Operation(
             "experts" if shape.num_experts else "MLP",
             "product",
             mlp_flops,
             weight_bytes=mlp_bytes,
-            activation_bytes=formats.itemsize * (2 * hidden * row_sum + width),
+            activation_bytes=formats.itemsize * (2 * hidden * row_sum + mlp_numbers),
         )
     )
+    if isinstance(shape, ModelConfig) and (embedding := shape.spec.layer_embedding) is not None:
+        of_layer = hidden * embedding.size
+        embedded, weights = of_layer * (tokens * shape.num_layers + 2 * row_sum), 3 * shape.num_layers * of_layer
+        found.append(Operation("layer embeddings", "product", 2.0 * embedded, weight_bytes=formats.itemsize * weights))
     norms = (2 * layers + 1) * tokens * hidden
     found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * formats.itemsize * norms))
     if logit_rows:
@@ -287,25 +332,29 @@ def _causal_pairs(tokens: int, window: int) -> float:
     return (tokens * tokens - beyond * beyond) / 2
 
 
-def matrix_sizes(shape: ModelShape) -> tuple[int, int]:
+def matrix_sizes(shape: ModelShape, layer: int = 0) -> tuple[int, int]:
     """Weights of a layer's attention, and of the LM head."""
-    queries, kv, _ = input_sizes(shape)
+    queries, kv, _ = input_sizes(shape, layer)
     if (sizes := shape.latent) is None:
-        attention = queries + kv + shape.hidden_size * shape.q_size
+        attention = queries + kv + shape.hidden_size * shape.query_width(layer)
     else:
         made, mixed = sizes.key + sizes.value, shape.hidden_size * sizes.value
         attention = queries + kv + shape.num_heads * (made * sizes.rank + mixed)
     return attention, shape.hidden_size * shape.vocab_size
 
 
-def input_sizes(shape: ModelShape) -> tuple[int, int, int]:
+def input_sizes(shape: ModelShape, layer: int = 0) -> tuple[int, int, int]:
     """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
     hidden, heads, sizes = shape.hidden_size, shape.num_heads, shape.latent
     if sizes is None:
         gates = isinstance(shape, ModelConfig) and shape.spec.layer.gates_output
-        return hidden * shape.q_size * (2 if gates else 1), hidden * 2 * shape.kv_size, 2 * shape.q_size
+        width = shape.query_width(layer)
+        kv = 2 * hidden * shape.heads(layer).width if shape.kv_owner(layer) == layer else 0
+        return hidden * width * (2 if gates else 1), kv, 2 * width
     down = hidden * sizes.query_rank
     queries = down + (sizes.query_rank or hidden) * heads * sizes.query
+    if (index := sizes.index) is not None:
+        queries += index.heads * (sizes.query_rank * index.key + hidden)
     return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)
 
 

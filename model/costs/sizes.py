@@ -5,26 +5,24 @@ Bytes are of weights, of KV and of the largest step, on each of the ranks that s
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twostroke.model.config import (
     DeltaSpec,
     ExpertsSpec,
-    MambaSpec,
     ModelConfig,
     ModelShape,
     Projection,
     Quantization,
-    StateSpec,
     WeightForm,
 )
+from twostroke.model.costs.state_shapes import shapes_of, state_shapes
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
-from twostroke.model.shapes.state_sizes import DeltaSizes, StateSizes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
-FP32_BYTES, FP16_BYTES = 4, 2
+FP32_BYTES, FP16_BYTES, INT64_BYTES = 4, 2, 8
 
 INT4_GROUP = 64  # columns that share a scale
 
@@ -35,15 +33,17 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters that one token is computed with."""
-    experts = config.spec.layer.experts
+    """Return the number of parameters that one token is computed with; of embeddings for each layer not the table."""
+    experts, parameters = config.spec.layer.experts, num_parameters(config)
+    if (embedding := config.spec.layer_embedding) is not None:
+        parameters -= config.vocab_size * config.num_layers * embedding.size
     if experts is None:
-        return num_parameters(config)
+        return parameters
     idle = experts.routing.num_experts - experts.routing.top_k
     each = (2 if experts.gate is None else 3) * experts.size * config.hidden_size
     if experts.gate is not None and experts.gate.has_bias:
         each += 2 * experts.size + config.hidden_size
-    return num_parameters(config) - config.num_routed_layers * idle * each
+    return parameters - config.num_routed_layers * idle * each
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -53,12 +53,17 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
     if not config.tie_word_embeddings:
         yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
     yield f"{spec.final_norm}.weight", (hidden,)
+    if (embedding := spec.layer_embedding) is not None:
+        width = config.num_layers * embedding.size
+        yield f"{embedding.table}.weight", (config.vocab_size, width)
+        yield f"{embedding.projection.name}.weight", (width, hidden)
+        yield f"{embedding.projection_norm}.weight", (embedding.size,)
     for index in range(config.num_layers):
         prefix, mlp_prefix = config.prefixes(index)
         layer, shapes = spec.layer, dict[str, tuple[int, ...]]()
         if (mlp := config.mlp_of(index)) is not None:
             parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
-            shapes |= _shapes_of(parts)
+            shapes |= shapes_of(parts)
         if (experts := config.experts_of(index)) is not None:
             shapes |= _shapes_of_experts(experts, hidden)
         around = ((prefix, layer.input_norm), (mlp_prefix, layer.mlp_norm))
@@ -66,7 +71,8 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         for before, norm in (*around, *behind):
             if before is not None and norm is not None:
                 yield f"{before}{norm}.weight", (hidden,)
-        for before, of_part in ((prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)):
+        shapes_by_prefix = (prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)
+        for before, of_part in (*shapes_by_prefix, (prefix, _layer_embedding_shapes(config))):
             for name, shape in of_part.items():
                 yield f"{before}{name}", shape
 
@@ -75,9 +81,10 @@ def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
     """Return the shapes of a layer's attention, or of what keeps a state, by names within the layer."""
     layer = config.spec.layer
     if config.keeps_state(index):
-        return _state_shapes(config)
+        return state_shapes(config)
+    owns_kv = config.kv_owner(index) == index
     norms = (
-        *((norm, config.head_dim) for norm in (layer.q_norm, layer.k_norm)),
+        *((norm, config.heads(index).dim) for norm in (layer.q_norm, layer.k_norm if owns_kv else None)),
         (layer.q_row_norm, config.q_size),
         (layer.k_row_norm, config.kv_size),
         *_latent_norms(config),
@@ -85,63 +92,34 @@ def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
     shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
     if layer.sinks is not None:
         shapes[layer.sinks] = (config.num_heads,)
-    return shapes | _shapes_of(_attention_projections(config))
+    if layer.output_scale is not None:
+        shapes[layer.output_scale] = (1,)
+    return shapes | shapes_of(_attention_projections(config, index)) | _index_shapes(config, index)
 
 
-def _state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer that keeps a state."""
-    parts, sizes, hidden = config.spec.layer.state, config.state, config.hidden_size
-    if parts is None or sizes is None:
+def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what a layer makes of its tokens' embeddings for it."""
+    parts, hidden = config.spec.layer_embedding, config.hidden_size
+    if parts is None:
         return {}
-    shapes = _shapes_of([*_state_projections(parts, sizes, hidden), (parts.output, hidden, sizes.output_width)])
-    shapes[parts.conv] = (sizes.conv_width, 1, sizes.taps)
-    if isinstance(parts, DeltaSpec) and isinstance(sizes, DeltaSizes):
-        shapes |= dict.fromkeys((parts.decay_log, parts.decay_bias), (sizes.value_heads,))
-        return shapes | {f"{parts.norm}.weight": (sizes.value,)}
-    if not isinstance(parts, DeltaSpec) and parts.conv_bias is not None:
-        shapes[parts.conv_bias] = (sizes.conv_width,)
-    if isinstance(parts, MambaSpec):
-        shapes |= dict.fromkeys((parts.decay_log, parts.skip, parts.step_bias), (sizes.matrix[0],))
-        shapes[f"{parts.norm}.weight"] = (sizes.output_width,)
-    return shapes
-
-
-def _state_projections(parts: StateSpec, sizes: StateSizes, hidden: int) -> list[tuple[Projection, int, int]]:
-    """Return the projections of such a layer's input, with rows and columns."""
-    if not isinstance(parts, DeltaSpec):
-        return [(parts.inputs, sizes.input_width, hidden)]
-    heads, width = sizes.matrix[0], sizes.output_width
-    if parts.by_key_heads:
-        return [(parts.qkv, sizes.conv_width + width, hidden), (parts.beta, 2 * heads, hidden)]
-    return [
-        (parts.qkv, sizes.conv_width, hidden),
-        (parts.gate, width, hidden),
-        (parts.beta, heads, hidden),
-        (parts.decay, heads, hidden),
-    ]
-
-
-def _shapes_of(projections: Iterable[tuple[Projection | None, int, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of projections given as (projection, rows, columns). Of several in one tensor the last one ends
-    it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for projection, rows, columns in projections:
-        if projection is None:
-            continue
-        shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
-        if projection.has_bias:
-            shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
-    return shapes
+    shapes = shapes_of([(parts.gate, parts.size, hidden), (parts.output, hidden, parts.size)])
+    return shapes | {f"{parts.norm}.weight": (hidden,)}
 
 
 def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of experts and of the router."""
     count = spec.routing.num_experts
-    shapes = _shapes_of([(spec.router, count, hidden)])
+    shapes = shapes_of([(spec.router, count, hidden)])
     if spec.correction is not None:
         shapes[spec.correction] = (count,)
     if spec.shared_gate is not None:
-        shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
+        shapes |= shapes_of([(spec.shared_gate, 1, hidden)])
+    if spec.scales is not None:
+        shapes[spec.scales] = (count,)
+    if (norms := spec.norms) is not None:
+        shapes |= {norms.router: (hidden,)} | {
+            f"{name}.weight": (hidden,) for name in (norms.input, norms.output, norms.beside)
+        }
     return shapes | shapes_of_each_expert(spec, hidden)
 
 
@@ -158,7 +136,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):
         of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts if part is not None]
-        shapes |= _shapes_of(of_one)
+        shapes |= shapes_of(of_one)
     return shapes
 
 
@@ -167,15 +145,16 @@ def of_expert(part: Projection, expert: int) -> Projection:
     return replace(part, name=part.name.replace("*", str(expert)))
 
 
-def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, int], ...]:
-    """The attention's projections, with rows and columns."""
+def _attention_projections(config: ModelConfig, index: int) -> tuple[tuple[Projection, int, int], ...]:
+    """Return the projections of a layer's attention, with rows and columns."""
     layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
     if sizes is None or layer.latent is None:
+        queries, width = config.query_width(index), config.heads(index).width
+        kept = (layer.k, config.value_projection(index)) if config.kv_owner(index) == index else ()
         return (
-            (layer.q, config.q_size * (2 if layer.gates_output else 1), hidden),
-            (layer.k, config.kv_size, hidden),
-            (layer.v, config.kv_size, hidden),
-            (layer.output, hidden, config.q_size),
+            (layer.q, queries * (2 if layer.gates_output else 1), hidden),
+            *((part, width, hidden) for part in kept),
+            (layer.output, hidden, queries),
         )
     heads, down = config.num_heads, layer.latent.query_down
     return (
@@ -185,6 +164,20 @@ def _attention_projections(config: ModelConfig) -> tuple[tuple[Projection, int, 
         (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
         (layer.output, hidden, heads * sizes.value),
     )
+
+
+def _index_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's index, where it has one."""
+    latent, sizes = config.spec.layer.latent, config.index
+    spec = None if latent is None else latent.index
+    if config.latent is None or sizes is None or spec is None or layer in sizes.sharing:
+        return {}
+    projections = (
+        (spec.query, sizes.heads * sizes.key, config.latent.query_rank),
+        (spec.key, sizes.key, config.hidden_size),
+        (spec.weights, sizes.heads, config.hidden_size),
+    )
+    return shapes_of(projections) | {f"{spec.key_norm}.{part}": (sizes.key,) for part in ("weight", "bias")}
 
 
 def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
@@ -271,14 +264,21 @@ def weight_bytes(
     fused = {part.name: parts for parts in together if None not in parts for part in parts}
     experts = layer.experts
     whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
+    if layer.latent is not None and layer.latent.index is not None:
+        whole.add(layer.latent.index.weights.name)
     conv = None if layer.state is None else layer.state.conv
     if isinstance(layer.state, DeltaSpec):
         whole |= {layer.state.beta.name, layer.state.decay.name}
     each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
-    for name, shape in expected_shapes(config):
+    tables = {f"{config.spec.embedding}.weight"}
+    if (embedding := config.spec.layer_embedding) is not None:
+        tables.add(f"{embedding.table}.weight")
+        whole |= {part.name for part in (embedding.projection, embedding.gate, embedding.output)}
+    shapes = dict(expected_shapes(config))
+    for name, shape in shapes.items():
         number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
         stage = stage_of.get(f"{config.spec.layers}.{number}.", 0)
-        is_table = name == f"{config.spec.embedding}.weight"
+        is_table = name in tables
         form = stored.get(name)
         if name == head_name(config):
             form = form_of(of_lm_head(quantization), form)
@@ -290,7 +290,8 @@ def weight_bytes(
                 total[stage] += tensor_bytes(shape, itemsize, None)
                 continue
             parts = fused.get(part, ())
-            form = common_form([stored.get(f"{prefix}{one.name}.weight") for one in parts]) if parts else form
+            names = [f"{prefix}{one.name}.weight" for one in parts]
+            form = common_form([stored.get(one) for one in names if one in shapes]) if parts else form
             form = form_of("none" if part in whole else quantization, form)
         elif len(shape) == 3 and name_in_layer != conv:
             rows, columns = shape[1:] if experts is not None and experts.stacks_rows else shape[:0:-1]
@@ -367,6 +368,8 @@ def check_size(config: ModelShape, size: int, has_whole_experts: bool = False) -
         fault = f"its {config.num_heads} attention heads"
     elif max(size, config.num_kv_heads) % min(size, config.num_kv_heads):
         fault = f"its {config.num_kv_heads} KV heads"
+    elif size > config.num_kv_heads and len({heads.number for heads in config.layer_heads}) > 1:
+        fault = f"its {config.num_kv_heads} KV heads, of which layers have different numbers"
     elif config.state is not None and (size > config.num_kv_heads or not config.state.can_be_shared_by(size)):
         fault = "its states, of which each KV head's and each group's part is on one rank"
     elif uneven := [features for features in sorted(cut_sizes) if features % size]:
@@ -389,6 +392,11 @@ def check_contexts(config: ModelShape, parallel: ParallelForm, block_size: int) 
             "context_parallel: ranks share the tokens of latents, and this model caches keys and values, whose heads "
             "they share: leave it out"
         )
+    if config.index is not None:
+        raise ConfigError(
+            "context_parallel: ranks would have to choose among all tokens of a context, and this model's index knows "
+            "those of one rank alone: leave it out"
+        )
     if block_size % ranks:
         raise ConfigError(
             f"context_parallel: {ranks} ranks can't share blocks of {block_size} tokens evenly: use a block_size that "
@@ -402,6 +410,15 @@ def check_stages(config: ModelShape, count: int) -> None:
         raise ConfigError(
             f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
         )
+    if count > 1 and any(config.kv_owner(layer) != layer for layer in range(config.num_layers)):
+        raise ConfigError("pipeline_parallel: the model's layers share keys and values, so stages can't: leave it out")
+    if config.index is not None:
+        stages = [stage_layers(config.num_layers, count, stage).start for stage in range(count)]
+        if cut := sorted(config.index.sharing & {*stages}):
+            raise ConfigError(
+                f"pipeline_parallel: a stage would begin with layer {cut[0]}, which attends to what the layer before "
+                "chooses: use another number of stages"
+            )
     fitting = [number for number in range(1, count + 1) if _have_the_windows(config, number)]
     if fitting[-1] != count:
         raise ConfigError(
@@ -411,10 +428,15 @@ def check_stages(config: ModelShape, count: int) -> None:
 
 
 def _have_the_windows(config: ModelShape, count: int) -> bool:
-    """Return True if each stage has the groups of layers that the model has: stages share each request's block
-    table."""
-    stages = (stage_layers(config.num_layers, count, stage) for stage in range(count))
-    return all(config.groups_of(layers).windows == config.kv_groups.windows for layers in stages)
+    """Return True if each stage has the groups of layers that the model has, and its part of the KV layers: stages
+    share each request's block table."""
+    for stage in range(count):
+        layers, of_kv = (stage_layers(number, count, stage) for number in (config.num_layers, len(config.kv_layers)))
+        if config.kv_layers_of(layers) != config.kv_layers[of_kv.start : of_kv.stop]:
+            return False
+        if config.groups_of(layers).windows != config.kv_groups.windows:
+            return False
+    return True
 
 
 # --- beside the weights ---
@@ -447,9 +469,26 @@ DEFAULT_BOUNDS = StepBounds(max_tokens=2048, max_sequences=256)
 
 def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
     """Estimate the bytes of the largest step: the live activations between a layer's operations, and the logits."""
-    widest = max(config.q_size + 2 * config.kv_size + config.q_size, config.mlp_width)
+    mixed = max(2 * (config.query_width(layer) + config.heads(layer).width) for layer in range(config.num_layers))
+    widest = max(mixed, config.mlp_width)
     activations = bounds.max_tokens * (3 * config.hidden_size + widest) * itemsize
-    return activations + bounds.max_sequences * config.vocab_size * FP32_BYTES
+    logits = bounds.max_sequences * config.vocab_size * FP32_BYTES
+    return activations + logits + _choice_bytes(config, bounds, itemsize)
+
+
+MOST_SCORES = 1 << 23
+"""Numbers of each kind that an index has in memory at a time: keys, scores of each head, scores of each query."""
+GATHERED_BYTES = 64 * 2**20
+"""Bytes of chosen rows that are in memory at a time."""
+
+
+def _choice_bytes(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
+    """Return the bytes of a step that chooses tokens: its index's queries and choices, and scores and rows in parts."""
+    if (index := config.index) is None:
+        return 0
+    of_token = 2 * index.heads * index.key * itemsize + index.top_k * FP32_BYTES
+    of_score = 6 * FP32_BYTES + 2 * INT64_BYTES  # keys twice, of heads, in sum, and in the order of choice
+    return bounds.max_tokens * of_token + MOST_SCORES * of_score + 2 * GATHERED_BYTES
 
 
 def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, parallel: ParallelForm = ONE_RANK) -> int:

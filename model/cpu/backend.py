@@ -19,6 +19,7 @@ from twostroke.model.backend import (
     HeadNorms,
     KVScales,
     LatentHeads,
+    LayerNorm,
     Linear,
     RowNorms,
 )
@@ -145,6 +146,12 @@ class CpuBackend:
         """Implement Backend.write_latents."""
         elementwise.write_latents(self.launcher, rows, norm, eps, cos_sin, kv_layer, layout)
 
+    def write_index_keys(
+        self, keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+    ) -> None:
+        """Implement Backend.write_index_keys."""
+        elementwise.write_index_keys(self.launcher, keys, norm, cos_sin, kv_layer, layout)
+
     def group_square_sums(self, x: Tensor, norm: GroupNorm) -> Tensor:
         """Implement Backend.group_square_sums."""
         return mamba.group_square_sums(self.launcher, x, norm)
@@ -167,6 +174,10 @@ class CpuBackend:
         """Implement Backend.gated."""
         return elementwise.gate(self.launcher, gate_up(x), activation)
 
+    def gate_columns(self, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+        """Implement Backend.gate_columns."""
+        return elementwise.gate_columns(self.launcher, gates, x, first, activation)
+
     def feed_forward(self, x: Tensor, gate_up: Linear, down: Linear, activation: Activation) -> Tensor:
         """Return `down` of what `gated` makes of x."""
         return down(self.gated(x, gate_up, activation))
@@ -177,9 +188,11 @@ class CpuBackend:
         """Implement Backend.make_experts."""
         return make_experts(weights, activation, quantization, dtype, self.launcher)
 
-    def route(self, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+    def route(
+        self, logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None
+    ) -> Chosen:
         """Implement Backend.route."""
-        return experts.route(self.launcher, logits, correction, routing)
+        return experts.route(self.launcher, logits, correction, routing, scales)
 
     def gate_by_sigmoid(self, x: Tensor, logits: Tensor) -> Tensor:
         """Implement Backend.gate_by_sigmoid; writes into x."""

@@ -39,7 +39,7 @@ class CpuCapturedSteps:
         """Implement CapturedSteps.logits; no token is ever on a device."""
         del earlier
         count = len(batch)
-        if count > self._max_batch:
+        if count > self._max_batch or not self._inputs.hold(batch):
             return None
         program, logits = self._programs.get(count) or self._record(count)
         self._inputs.fill(batch)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.context_index import gathered
 from twostroke.model.backend import AttentionForm, LatentHeads
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import attention
@@ -82,21 +83,31 @@ class CpuLatentAttention:
         self._values = make_head_linear(heads.values.transpose(1, 2), launcher)
         self._absorbed = make_head_linear(heads.keys.transpose(1, 2), launcher)  # of queries
 
-    def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """Implement LatentAttention."""
+    def __call__(
+        self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Implement LatentAttention. Where tokens are chosen, each query is a decode over these."""
         count, decodes = len(q), layout.num_decodes
         q = q.view(count, self._num_heads, -1)
         out = self._launcher.empty((count, self._num_heads, self._value), q.dtype)
+        if chosen is not None:
+            for rows, held, alone in gathered(kv_layer, layout, chosen, self._rank + cos_sin.shape[1]):
+                self._attend_decodes(q[rows], cos_sin, held, alone, out[rows])
+            return out.view(count, -1)
         if decodes:
-            absorbed = self._absorb(q[:decodes], layout.positions[:decodes], cos_sin)
-            self._values(self._mixed(absorbed, kv_layer, layout), out[:decodes])
+            self._attend_decodes(q[:decodes], cos_sin, kv_layer, layout, out[:decodes])
         if decodes < count:
             starts = layout.query_starts[decodes:].tolist()
             contexts, tables = layout.context_lens[decodes:].tolist(), layout.block_tables[decodes:]
+            kv_layer = kv_layer[..., : self._rank + cos_sin.shape[1]]
             for begin, end, context, table in zip(starts[:-1], starts[1:], contexts, tables, strict=True):
                 positions = layout.positions[begin:end]
                 self._attend_chunk(q[begin:end], positions, cos_sin, kv_layer, table, context, out[begin:end])
         return out.view(count, -1)
+
+    def _attend_decodes(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, out: Tensor) -> None:
+        absorbed = self._absorb(q, layout.positions[: len(q)], cos_sin)
+        self._values(self._mixed(absorbed, kv_layer, layout), out)
 
     def _mixed(self, absorbed: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """Mixtures of latents [decodes, H, R] for absorbed queries [decodes, H, R + P]."""
@@ -142,7 +153,7 @@ class CpuLatentAttention:
         # Multiplications for each token of the context and each head.
         is_shorter = 2 * rows * (row - max(query, self._value)) <= self._rank * (self._key + self._value)
         if is_shorter and (self._parts is None or context <= PART_TOKENS):
-            if self._parts is not None:
+            if self._parts is not None or not kv_layer.is_contiguous():
                 used = table[: -(-context // self._block_size(kv_layer))]
                 kv_layer = self._whole_blocks(kv_layer, used)[:, None, None]
                 table = torch.arange(len(used), dtype=table.dtype)

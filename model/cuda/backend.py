@@ -356,6 +356,7 @@ class CudaBackend:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, *places, norms, kv_scales, query_scales)
 
     write_latents = staticmethod(write_latents)
+    write_index_keys = staticmethod(reference.write_index_keys)  # torch's kernels
 
     state_kernels = None  # torch's kernels compute layers that keep a state
 
@@ -365,6 +366,10 @@ class CudaBackend:
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows."""
         return x * torch.sigmoid(gates)
+
+    def gate_columns(self, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+        """Implement Backend.gate_columns."""
+        return elementwise.gate(torch.cat((gates, x[:, first : first + gates.shape[1]]), dim=1), activation)
 
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> CudaLatentAttention:
         return CudaLatentAttention(heads, self._target, parts)

@@ -48,7 +48,7 @@ class Recorder:
 
 
 class _WithTables(Protocol):
-    block_tables: Tensor  # int32 [groups, rows, width]
+    block_tables: list[Tensor]  # int32 [sequences, rows, parts], for each of KVGroups.tables
 
 
 Inputs = TypeVar("Inputs", bound=_WithTables)
@@ -72,12 +72,14 @@ class StagedInputs(Generic[Inputs]):
 
         def staging() -> _Staging[Inputs]:
             inputs = make(None, on_gpu)
-            tables = torch.zeros(inputs.block_tables.numel(), dtype=torch.int32, pin_memory=on_gpu)
+            numbers = sum(table.numel() for table in inputs.block_tables)
+            tables = torch.zeros(numbers, dtype=torch.int32, pin_memory=on_gpu)
             return _Staging(inputs, tables, recorder.event())
 
         # Two, by turns: the host may be filling one while the copy out of the other is still to run.
         self._staging = [staging(), staging()]
-        self._placed_tables = self._staging[0].inputs.block_tables.numpy().copy()  # what lies on the device
+        # What lies on the device.
+        self._placed_tables = [table.numpy().copy() for table in self._staging[0].inputs.block_tables]
         self._tables = torch.empty_like(self._staging[0].tables, device=device)
         self.placed = make(device, False)
 
@@ -96,16 +98,20 @@ class StagedInputs(Generic[Inputs]):
 
         Nothing is copied where they are as before: a sequence has a further block once in `block_size` steps.
         """
-        staging, placed = self._staging[0], self.placed.block_tables[:, :rows, :width]
-        tables = staging.inputs.block_tables[:, :rows, :width]
-        before, now = self._placed_tables[:, :rows, :width], tables.numpy()
-        if np.array_equal(before, now):
+        staging = self._staging[0]
+        tables = [table[:rows, :width] for table in staging.inputs.block_tables]
+        before = [table[:rows, :width] for table in self._placed_tables]
+        if all(np.array_equal(*pair) for pair in zip(before, tables, strict=True)):
             return
-        before[:] = now
-        host, there = (flat[: placed.numel()].view(placed.shape) for flat in (staging.tables, self._tables))
-        host.copy_(tables)
+        sizes = [table.numel() for table in tables]
+        host, there = staging.tables[: sum(sizes)], self._tables[: sum(sizes)]
+        for known, table, part in zip(before, tables, torch.split(host, sizes), strict=True):
+            known[:] = table.numpy()
+            part.view(table.shape).copy_(table)
         there.copy_(host, non_blocking=True)
-        placed.copy_(there)
+        for table, part in zip(self.placed.block_tables, torch.split(there, sizes), strict=True):
+            placed = table[:rows, :width]
+            placed.copy_(part.view(placed.shape))
 
 
 class CudaGraphSteps:
@@ -157,6 +163,8 @@ class CudaGraphSteps:
         count = len(batch)
         size = next((size for size in self.sizes if size >= count), None)
         if size is None or (earlier is not None and len(earlier) > self.sizes[-1]):
+            return None
+        if not self._inputs.placed.hold(batch):
             return None
         padded = [*batch, *[batch[-1]] * (size - count)]
         placed = self._inputs.placed

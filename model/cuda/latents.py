@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.architectures.context_index import gathered
 from twostroke.model.backend import LatentHeads
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.attention import chunks_of
@@ -38,15 +39,27 @@ class CudaLatentAttention:
         self._scale = heads.scale
         self._compiled = False
 
-    def __call__(self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-        """Implement LatentAttention; writes into q. The first call compiles what any later one could need."""
-        heads, key, _ = self._keys.shape
-        q = q.view(len(q), heads, -1)
+    def __call__(
+        self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
+    ) -> Tensor:
+        """Implement LatentAttention; writes into q. The first call compiles what any later one could need.
+
+        Where tokens are chosen, each query is a decode over these.
+        """
+        heads, key, rank = self._keys.shape
+        q, whole, width = q.view(len(q), heads, -1), kv_layer, rank + cos_sin.shape[1]
+        kv_layer = whole[..., :width]
         if not self._compiled:
             self._compiled = True
             self._compile(q, kv_layer)
+            if not kv_layer.is_contiguous():
+                self._compile(q, kv_layer[:1].contiguous())
         turn_queries(q, key, cos_sin, layout.positions)
         out = torch.empty((len(q), heads, self._values.shape[1]), dtype=q.dtype, device=q.device)
+        if chosen is not None:
+            for rows, held, alone in gathered(whole, layout, chosen, width):
+                self._attend_decodes(q[rows], held, alone, out[rows])
+            return out.view(len(q), -1)
         if layout.num_decodes:
             self._attend_decodes(q, kv_layer, layout, out)
         if len(q) > layout.num_decodes:

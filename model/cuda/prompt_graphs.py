@@ -18,6 +18,7 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import drawn_logits
 from twostroke.model.cuda.graphs import Recorder, StagedInputs
 from twostroke.model.step import SequenceStep
+from twostroke.protocol.kv_layout import KVGroups
 
 MOST_ROWS = 2048
 """Rows of the largest graph of any model."""
@@ -78,17 +79,22 @@ class _Inputs:
     They are empty at first.
     """
 
-    def __init__(self, rows: int, sequences: int, width: int, groups: int, device: torch.device | None, pinned: bool):
-        """Allocate the inputs, on the host where no device is named. Tables are `width` blocks wide."""
+    def __init__(
+        self, rows: int, sequences: int, width: int, groups: KVGroups, device: torch.device | None, pinned: bool
+    ):
+        """Allocate the inputs, on the host where no device is named. Tables have `width` rows."""
         # Kinds of numbers side by side, so that each kind is one copy.
         self.longs = torch.zeros(
-            (4 + groups, max(rows, sequences)), dtype=torch.int64, device=device, pin_memory=pinned
+            (4 + len(groups.tables), max(rows, sequences)), dtype=torch.int64, device=device, pin_memory=pinned
         )
         self.ints = torch.zeros((2, sequences + 1), dtype=torch.int32, device=device, pin_memory=pinned)
         self.token_ids, self.positions, self.drawn_rows, self.drawn_sequences = self.longs[:4]
         self.slots = self.longs[4:].fill_(_NO_SLOT)
         self.query_starts, self.context_lens = self.ints
-        self.block_tables = torch.zeros((groups, sequences, width), dtype=torch.int32, device=device, pin_memory=pinned)
+        self.block_tables = [
+            torch.zeros((sequences, width, len(of)), dtype=torch.int32, device=device, pin_memory=pinned)
+            for of in groups.tables
+        ]
 
 
 class PromptGraphs:
@@ -109,7 +115,7 @@ class PromptGraphs:
         # The fewest rows first: whatever fits is then found at once.
         self._shapes = sorted(shapes, key=lambda shape: (shape.rows, shape))
         rows, sequences = (max(getattr(shape, name) for shape in shapes) for name in ("rows", "sequences"))
-        width, groups = -(-max_context // self._block_size), self._groups.count
+        width, groups = -(-max_context // self._block_size), self._groups
 
         def inputs(device: torch.device | None, pinned: bool) -> _Inputs:
             return _Inputs(rows, sequences, width, groups, device, pinned)
@@ -153,9 +159,10 @@ class PromptGraphs:
         layouts = make_layouts(steps, self._block_size, torch.device("cpu"), self._groups)
         first, shift = layouts[0], shape.singles - singles  # chunks move down by this many rows and places
         starts = first.query_starts.numpy()
-        total, count, width = int(starts[-1]), len(steps), first.block_tables.shape[1]
+        total, count = int(starts[-1]), len(steps)
+        width = first.block_tables.shape[1] // len(self._groups.tables[0])
 
-        longs, ints, tables = inputs.longs.numpy(), inputs.ints.numpy(), inputs.block_tables.numpy()
+        longs, ints = inputs.longs.numpy(), inputs.ints.numpy()
         token_ids, positions, drawn_rows, drawn_sequences = longs[:4]
         query_starts, context_lens = ints
         rows = slice(singles, total), slice(shape.singles, total + shift)
@@ -173,10 +180,11 @@ class PromptGraphs:
         query_starts[: shape.singles] = range(shape.singles)
         query_starts[shape.singles : shape.sequences + 1] = total + shift
         query_starts[places[1]] = starts[places[0]] + shift
-        for group, layout in enumerate(layouts):
-            slots, table = layout.slots.numpy(), layout.block_tables.numpy()
-            longs[4 + group, :singles], longs[4 + group, rows[1]] = slots[:singles], slots[rows[0]]
-            tables[group, :singles, :width], tables[group, places[1], :width] = table[:singles], table[places[0]]
+        for index, (layout, written) in enumerate(zip(layouts, inputs.block_tables, strict=True)):
+            slots, table = layout.slots.numpy(), layout.block_tables.view(count, width, -1).numpy()
+            longs[4 + index, :singles], longs[4 + index, rows[1]] = slots[:singles], slots[rows[0]]
+            written.numpy()[:singles, :width] = table[:singles]
+            written.numpy()[places[1], :width] = table[places[0]]
 
         entries = np.array(drawing, np.int64)
         drawn_rows[: shape.sequences], drawn_sequences[: shape.sequences] = 0, shape.sequences - 1
@@ -192,13 +200,13 @@ class PromptGraphs:
             slots=placed.slots[0, :rows],
             query_starts=placed.query_starts[: sequences + 1],
             context_lens=placed.context_lens[:sequences],
-            block_tables=placed.block_tables[0, :sequences],
+            block_tables=placed.block_tables[0][:sequences].flatten(1),
             num_decodes=shape.singles,
             max_query_len=shape.tokens,
             max_context_len=self._max_context,
         )
         layouts = [
-            replace(first, slots=slots[:rows], block_tables=tables[:sequences])
+            replace(first, slots=slots[:rows], block_tables=tables[:sequences].flatten(1))
             for slots, tables in zip(placed.slots, placed.block_tables, strict=True)
         ]
         drawing = Drawing(placed.drawn_rows[:sequences], placed.drawn_sequences[:sequences])

@@ -19,7 +19,6 @@ from twostroke.model.costs.operations import (
     prefill_operations,
 )
 from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
-from twostroke.protocol.kv_layout import mean_seen
 from twostroke.protocol.stats import StepCosts
 
 SUMS_A_LAYER = 2
@@ -189,8 +188,7 @@ def knee(batches: Sequence[int], rates: Sequence[float]) -> int:
 
 def kv_bytes(shape: ModelShape, tokens: float = 1, itemsize: float = 2.0) -> float:
     """Bytes that the caches of all layers hold of `tokens`: of layers with windows, of the last ones alone."""
-    kept = sum(mean_seen(shape.window(layer), tokens) for layer in range(shape.num_layers))
-    return itemsize * shape.kv_kinds * shape.kv_size * kept
+    return itemsize * shape.kv_seen(tokens)
 
 
 def flops_of(operations: Sequence[Operation], kind: Kind | None = None) -> float:

@@ -83,7 +83,7 @@ def _hardware(one: Hardware) -> Mapping[str, str]:
 
 def _model(name: str) -> Mapping[str, str]:
     shape = published_model(name)
-    kept = sum(not shape.window(layer) for layer in range(shape.num_layers)) / shape.num_layers
+    kept = sum(not shape.window(layer) for layer, _ in shape.kv_layers) / len(shape.kv_layers)
     windowed = "" if kept == 1 else f" ({kept * kv_bytes(shape) / 1024:.4g} without windows')"
     return {
         "": name,

@@ -25,6 +25,8 @@ _LATENT: dict[str, Any] = {
     **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16},
     **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
 }
+# Of so many heads no token's scores are all 0: among equals transformers chooses in no order.
+_INDEX: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 48}
 _SCALED: dict[str, Any] = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64},
     **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4},
@@ -102,6 +104,20 @@ OURS: dict[str, dict[str, Any]] = {
         **_LATENT,
         **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
         **{"mlp_layer_types": ["dense", "sparse"]},
+    },
+    "deepseek_v32": {
+        **FOUR_HEADS,
+        **_LATENT,
+        **_INDEX,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.7},
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_shared_experts": 2},
+    },
+    "glm_moe_dsa": {
+        **FOUR_HEADS,
+        **_LATENT,
+        **_INDEX,
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+        **{"num_hidden_layers": 3, "indexer_types": ["full", "full", "shared"]},
     },
     "ministral3": {**FOUR_HEADS, "head_dim": 24, "rope_parameters": _SCALED},
     "minimax_m2": {**FOUR_HEADS, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3},

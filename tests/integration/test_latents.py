@@ -98,6 +98,28 @@ async def test_latents_are_sent_swapped_and_found_again(way: str, folder: Path, 
     assert {one.expert_share for one in parts} == {3 / 8}
 
 
+@pytest.fixture(scope="module")
+def indexed(write_checkpoint: Any) -> tuple[Path, list[list[int]]]:
+    """A model with an index, and its answers."""
+    made: Path = write_checkpoint(seed=3, **FAMILY_SHAPES["glm_moe_dsa"])
+    return made, of_one_worker(made, answers, PLENTY)
+
+
+@pytest.mark.parametrize("way", ["swapped out", "tcp, unequal blocks", pytest.param(RANKED, marks=pytest.mark.models)])
+async def test_keys_of_an_index_travel_with_latents(way: str, indexed: tuple[Path, list[list[int]]]) -> None:
+    folder, without_transfers = indexed
+    async with serve(folder, WAYS[way]) as served:
+        assert await answers(served) == without_transfers
+        await served.idle()
+        hits = served.fleet.stats("decode").prefix_hits
+        assert await answers(served) == without_transfers, "with a warm prefix cache"
+        await served.idle()
+        stats = served.fleet.stats("decode")
+    assert stats.prefix_hits > hits
+    assert stats.transfers_failed == 0
+    assert (stats.swaps > 0) == ("swapped out" in way)
+
+
 @pytest.mark.parametrize("way", ["tcp, unequal blocks", pytest.param(RANKED, marks=pytest.mark.models)])
 async def test_a_flipped_bit_of_a_latent_is_found_by_its_digest(
     way: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch

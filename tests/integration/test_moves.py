@@ -201,6 +201,7 @@ KINDS: dict[str, tuple[str | None, Shape]] = {
     "windows in some layers": ("ministral", SHAPE),
     "windows in all layers": ("mistral_window", SHAPE),
     "chunks": ("llama4", SHAPE),
+    "rows of several blocks": ("gemma4", SHAPE),
     "latents": ("deepseek_v3_experts", SHAPE),
     "states": ("qwen3_5", replace(SHAPE, num_blocks=1024)),
     "FP8": (None, replace(SHAPE, kv_cache_dtype="fp8")),

@@ -15,13 +15,16 @@ from twostroke.model.costs.sizes import fit, num_parameters, weight_bytes
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 
 BLOCK = 16
-LENGTHS = (BLOCK, 3 * BLOCK, 8 * BLOCK)  # whole blocks, since no less is sent
+LENGTHS = (2 * BLOCK, 4 * BLOCK, 8 * BLOCK)  # whole blocks, since no less is sent
 MODELS: dict[str, dict[str, Any]] = {
     "keys and values": {},
     "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "windows": FAMILY_SHAPES["gemma3"] | {"sliding_window": 2 * BLOCK},
     "chunks": FAMILY_SHAPES["llama4"] | {"attention_chunk_size": 2 * BLOCK, "floor_scale": 16},
+    "wide heads, shared keys": FAMILY_SHAPES["gemma4"] | {"sliding_window": 4 * BLOCK},
+    "fewer and wider heads": FAMILY_SHAPES["gemma4_large"] | {"sliding_window": 4 * BLOCK},
     "latents, experts": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "experts": FAMILY_SHAPES["qwen3_moe"],
 }
 ITEMSIZE = 4  # fp32
@@ -57,8 +60,9 @@ async def test_weights_cache_and_wire_take_the_bytes_that_were_calculated(model:
         of_block = cache.block_bytes * len(cache.tensors)
         assert sum(tensor.nbytes for tensor in cache.tensors) == 64 * of_block
         # Of layers that keep all, which are but a part of the groups where there are windows.
-        assert found.kv_bytes_per_token == of_block * (groups.count - len(groups.windowed)) // BLOCK
-        assert found.rows == found.cache_bytes // (of_block // BLOCK)
+        row = cache.block_size  # tokens
+        assert found.kv_bytes_per_token == of_block * (groups.count - len(groups.windowed)) // row
+        assert found.rows == found.cache_bytes // (of_block * found.row_tokens // row)
         expected = sum(
             round(cache.layout.token_bytes * groups.share_sent(len(prompt)) * len(prompt)) for prompt in prompts
         )

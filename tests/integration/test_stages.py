@@ -33,18 +33,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": FAMILY_SHAPES["deepseek_v3_experts"],
     "gpt-oss": {**FAMILY_SHAPES["gpt_oss"], "num_hidden_layers": 4},
     "llama4": FAMILY_SHAPES["llama4_dense_between"],
+    "gemma4": FAMILY_SHAPES["gemma4_large"]
+    | {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    | {"per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 2} for layer in (1, 3, 5, 7)}},
 }
 USUAL = {("llama", way) for way in ("2 stages to 1 rank", "2 ranks to 2 stages")} | {
     ("deepseek", "2 stages to 1 rank"),
     ("gpt-oss", "2 stages to 2, through shared memory"),
     ("llama4", "2 ranks to 2 stages"),
+    ("gemma4", "2 ranks to 2 stages"),
 }
 CASES = [
     pytest.param(model, way, marks=() if (model, way) in USUAL else pytest.mark.models)
     for way in WAYS
     for model in MODELS
-    # These have four layers, of two kinds.
-    if not (model in ("gpt-oss", "llama4") and way == "2 stages of 2 ranks to 3 stages")
+    # These have layers of two kinds, which three stages can't share.
+    if not (model in ("gpt-oss", "llama4", "gemma4") and way == "2 stages of 2 ranks to 3 stages")
 ]
 
 

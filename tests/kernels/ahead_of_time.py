@@ -69,7 +69,7 @@ PLAIN, WINDOWED, CHUNKED, SUNK, CAPPED = (
 )
 # Head dimension, block size and form: on each GPU every row of its launch tables, large blocks as well as small ones.
 _ATTENTION_SHAPES = {
-    80: ((64, 16, PLAIN), (80, 128, WINDOWED), (96, 32, SUNK), (128, 16, PLAIN), (256, 64, CAPPED)),
+    80: ((64, 16, PLAIN), (80, 128, WINDOWED), (96, 32, SUNK), (128, 16, PLAIN), (256, 64, CAPPED), (512, 16, PLAIN)),
     89: ((128, 16, PLAIN), (256, 32, CAPPED)),
     90: (
         (64, 128, PLAIN),
@@ -79,8 +79,9 @@ _ATTENTION_SHAPES = {
         (128, 128, PLAIN),
         (128, 64, CHUNKED),
         (256, 64, CAPPED),
+        (512, 16, PLAIN),
     ),
-    100: ((64, 64, SUNK), (80, 16, PLAIN), (96, 128, PLAIN), (128, 64, CHUNKED), (256, 32, WINDOWED)),
+    100: ((64, 64, SUNK), (80, 16, PLAIN), (96, 128, PLAIN), (128, 64, CHUNKED), (256, 32, WINDOWED), (512, 16, PLAIN)),
 }
 
 
@@ -142,7 +143,8 @@ def elementwise(capability: int) -> None:
         backend.add_rms_norm(x, empty(tokens, hidden), gains(hidden), 1e-5)
         cos_sin = empty(8192, head_dim, dtype=torch.float32)
         qkv, kv_layer = empty(tokens, (heads + 2 * groups) * head_dim), empty(4096, 2, groups, block_size, head_dim)
-        for norms in (None, HeadNorms(gains(head_dim), gains(head_dim), 1e-6)):
+        weights = gains(head_dim)
+        for norms in (None, HeadNorms(weights, weights, 1e-6), HeadNorms(weights, weights, 1e-6, weights)):
             backend.rope_and_write_kv(qkv, cos_sin, kv_layer, _layout(tokens, block_size), norms)
         gate(empty(tokens, 2 * 4 * hidden), activation)
         gate_codes(empty(tokens, 2 * 4 * hidden), activation)
@@ -165,7 +167,8 @@ def peer_sums(capability: int) -> None:
 
 
 def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
-    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128."""
+    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128; with 16
+    also in rows of V3.2's sizes, which have an index's key behind."""
     block_size = 64
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -175,6 +178,11 @@ def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
     cos_sin = empty(8192, 64, dtype=torch.float32)
     backend = CudaBackend(TARGETS[capability])
     backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
+    wide = empty(4096, 1, 1, block_size, 704)
+    backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, wide, layout)
+    backend.make_latent_attention(LatentHeads(empty(16, 128, 512), empty(16, 512, 128), 0.1))(
+        empty(1003, 16 * 192), cos_sin, wide, layout
+    )
     for heads in all_heads:
         attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
         attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)

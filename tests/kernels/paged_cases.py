@@ -132,8 +132,20 @@ class LatentCase:
     cos_sin: Tensor
     layout: BatchLayout
 
-    def expected(self) -> Tensor:
-        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout)
+    def expected(self, chosen: Tensor | None = None) -> Tensor:
+        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout, chosen)
+
+    def some(self, count: int) -> Tensor:
+        """Return slots of so many random tokens for each query, those that it sees first."""
+        layout, size = self.layout, self.kv_layer.shape[3]
+        generator = torch.Generator().manual_seed(count)
+        chosen = []
+        sequences = torch.repeat_interleave(torch.arange(len(layout.context_lens)), layout.query_starts.diff())
+        for sequence, position in zip(sequences.tolist(), layout.positions.tolist(), strict=True):
+            tokens = torch.randperm(position + 1, generator=generator)[:count]
+            tokens = torch.cat((tokens, tokens.new_zeros(count - len(tokens))))
+            chosen.append(layout.block_tables[sequence, tokens // size] * size + tokens % size)
+        return torch.stack(chosen).int()
 
 
 def latent_case(
@@ -146,19 +158,20 @@ def latent_case(
     value: int = 24,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    behind: int = 0,
 ) -> LatentCase:
-    """Random queries, weights and latents, with scores of about 1."""
+    """Random queries, weights and latents, with scores of about 1. `behind` a row there is more in the cache."""
     layout, num_blocks = make_layout(lengths, block_size)
     generator = torch.Generator().manual_seed(rank)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
-    kv_layer = torch.full((num_blocks, 1, 1, block_size, rank + rotary), float("nan"), dtype=dtype)
+    kv_layer = torch.full((num_blocks, 1, 1, block_size, rank + rotary + behind), float("nan"), dtype=dtype)
     for row, (_, context) in enumerate(lengths):
         tokens = torch.arange(context)
         blocks = layout.block_tables[row][tokens // block_size].long()
-        kv_layer[blocks, 0, 0, tokens % block_size] = random(context, rank + rotary)
+        kv_layer[blocks, 0, 0, tokens % block_size, : rank + rotary] = random(context, rank + rotary)
     q = random(int(layout.query_starts[-1]), heads * (key + rotary))
     weights = LatentHeads(
         random(heads, key, rank, scale=rank**-0.5), random(heads, rank, value, scale=rank**-0.5), (key + rotary) ** -0.5
@@ -225,11 +238,14 @@ class ReferenceBackend:
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> LatentAttention:
         assert parts is None
 
-        def attend(q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
-            return reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout)
+        def attend(
+            q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
+        ) -> Tensor:
+            return reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout, chosen)
 
         return attend
 
+    write_index_keys = staticmethod(reference.write_index_keys)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     add = staticmethod(reference.add)

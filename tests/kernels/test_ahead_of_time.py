@@ -81,7 +81,7 @@ def test_attention_compiles_to_asynchronous_copies_and_the_best_products_there_a
     paged = {"prefill_attention_kernel", "decode_attention_kernel", "merge_segments_kernel"}
     assert names(kernels) == paged
     few = {64, 128}
-    dims = few if family == "few_attention" else {128, 256} if capability == 89 else {64, 80, 96, 128, 256}
+    dims = few if family == "few_attention" else {128, 256} if capability == 89 else {64, 80, 96, 128, 256, 512}
     for name in ("prefill_attention_kernel", "decode_attention_kernel"):
         assert {kernel["head_dim"] for kernel in kernels if kernel["kernel"] == name} == dims
     for name in names(kernels) - {"merge_segments_kernel"}:  # which knows of none

@@ -85,7 +85,15 @@ def test_gate_stays_finite_where_the_exponential_would_overflow(activation: Acti
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("dim", "heads", "groups", "block_size"),
-    [(64, 6, 2, 16), (80, 4, 4, 32), (96, 3, 1, 24), (128, 17, 1, 128), (256, 2, 1, 64), (10, 2, 1, 16)],
+    [
+        (64, 6, 2, 16),
+        (80, 4, 4, 32),
+        (96, 3, 1, 24),
+        (128, 17, 1, 128),
+        (256, 2, 1, 64),
+        (10, 2, 1, 16),
+        (64, 3, 0, 16),
+    ],
 )
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
@@ -98,7 +106,7 @@ def test_rope_and_kv_write_equal_their_reference_and_touch_nothing_else(
     cos_sin = angles(2 * block_size, dim)
     slots = layout.slots.clone()
     slots[3] = -1
-    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5, v=torch.rand(dim)) if has_norms else None
     of_queries = 1 + torch.rand(2 * block_size) if has_norms else None
     expected = reference.rope_and_write_kv(
         qkv, cos_sin, expected_kv, layout.positions, slots, norms, query_scales=of_queries

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from numba import carray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +30,7 @@ from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
-from twostroke.protocol.kv_layout import ONE_GROUP
+from twostroke.protocol.kv_layout import ONE_GROUP, group_layers
 from twostroke.protocol.requests import SamplingParams
 
 CPU = torch.device("cpu")
@@ -202,6 +203,13 @@ def test_all_programs_share_the_largest_ones_memory(write_checkpoint: Any) -> No
     assert backend.launcher.arena.num_bytes == backend.launcher.arena.free_bytes == room
 
 
+def test_inputs_hold_contexts_up_to_the_longest() -> None:
+    inputs, rng = DecodeInputs(4, 16, BLOCK_SIZE), random.Random(2)
+    first, second = decodes(rng, 2)
+    assert inputs.hold([structs.replace(first, start=15), structs.replace(second, start=0)])
+    assert not inputs.hold([structs.replace(first, start=0), structs.replace(second, start=16)])
+
+
 @pytest.mark.parametrize("local_tokens", [None, range(0, BLOCK_SIZE // 2), range(BLOCK_SIZE // 2, BLOCK_SIZE)])
 def test_inputs_are_those_of_a_layout(local_tokens: range | None) -> None:
     rng = random.Random(2)
@@ -219,6 +227,26 @@ def test_inputs_are_those_of_a_layout(local_tokens: range | None) -> None:
             assert torch.equal(mine.block_tables[row, :used], expected.block_tables[row, :used])
         assert inputs.token_ids[:size].tolist() == [step.token_ids[0] for step in batch]
         assert mine.num_decodes == size
+
+
+def test_a_layer_whose_rows_are_several_blocks_has_them_in_turn() -> None:
+    """Two of three layers have a window and two blocks a row, the third has one."""
+    windows, parts = (20, 20, 0, 20, 20), (0, 1, 0, 0, 1)
+    groups = group_layers(windows, parts)
+    assert groups.tables == ((0,), (1, 3), (2, 4))
+    assert groups.tensor_of_layer == (0,) * 5
+    table = list(range(15))  # of three rows
+    batch = [SequenceStep([7], 11, table, None), SequenceStep([8], 3, table[:5], None)]
+    inputs = DecodeInputs(2, MAX_CONTEXT, BLOCK_SIZE, groups=groups)
+    inputs.fill(batch)
+    for layouts in (inputs.layouts(2), make_layouts(batch, BLOCK_SIZE, CPU, groups)):
+        assert [layout.block_tables[0, :6].tolist() for layout in layouts[1:]] == [
+            [1, 3, 6, 8, 11, 13],
+            [2, 4, 7, 9, 12, 14],
+        ]
+        assert layouts[0].block_tables[0, :3].tolist() == [0, 5, 10]
+        # Blocks of the layers with a window have two tokens, of which both sequences bring the second of a row's end.
+        assert [layout.slots.tolist() for layout in layouts] == [[43, 3], [27, 7], [29, 9]]
 
 
 class NoEvent:
@@ -321,7 +349,7 @@ def test_tables_that_grow_are_written_as_whole_ones_are_whoever_comes_and_goes()
         assert torch.equal(kept.slots[:, : len(running)], fresh.slots[:, : len(running)])
         for row, (_, start) in enumerate(running):
             used = start // BLOCK_SIZE + 1
-            assert torch.equal(kept.block_tables[0, row, :used], fresh.block_tables[0, row, :used])
+            assert torch.equal(kept.block_tables[0][row, :used], fresh.block_tables[0][row, :used])
     assert few > 150
 
 

@@ -6,9 +6,17 @@ their tensors, and what its layers are made of, as data. ../decoder.py computes 
 
 from collections.abc import Mapping
 
-from twostroke.model.architectures.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
+from twostroke.model.architectures.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM4_MOE_LITE,
+    GLM_MOE_DSA,
+    MISTRAL4,
+)
 from twostroke.model.architectures.families.family import Family
 from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3
+from twostroke.model.architectures.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
 from twostroke.model.architectures.families.gpt_oss import GPT_OSS
 from twostroke.model.architectures.families.hybrids.granite import BAMBA, GRANITE_HYBRID
@@ -32,10 +40,10 @@ from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3,
 from twostroke.model.architectures.families.wrappers import WRAPPERS
 
 _ALL = (
-    *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3),
+    *(LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED),
     *(GLM, GLM4, SMOLLM3, GRANITE, OLMO2, OLMO3),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, GPT_OSS, LLAMA4, MINIMAX_M2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, DEEPSEEK_V32, GLM_MOE_DSA),
     *(QWEN3_NEXT, QWEN35, QWEN35_MOE, GRANITE_HYBRID, BAMBA, LFM2, LFM2_MOE, NEMOTRON_H),
     *WRAPPERS,
 )

@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3 (R1, Kimi K2 and others that took V3's name), GLM-4.7-Flash and Mistral Small 4: multi-head latent
 attention and experts in groups, some of which all tokens take (DeepSeek-AI 2024); YaRN scales the scores, too.
+DeepSeek-V3.2 and GLM-5: the same, where an index chooses the tokens that are attended to (DeepSeek-AI 2025).
 """
 
 import math
@@ -18,7 +19,15 @@ from twostroke.model.architectures.families.family import (
     with_query_scale,
 )
 from twostroke.model.architectures.families.glm import experts_by_groups
-from twostroke.model.config import ExpertsSpec, LatentSizes, LatentSpec, MlpSpec, ModelConfig, Projection
+from twostroke.model.config import (
+    ExpertsSpec,
+    IndexSpec,
+    LatentSpec,
+    MlpSpec,
+    ModelConfig,
+    Projection,
+)
+from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 
 
 def read_v2_config(fields: ConfigFields) -> ModelConfig:
@@ -50,16 +59,93 @@ def read_glm4_moe_lite_config(fields: ConfigFields) -> ModelConfig:
     fields = fields.over({"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256})
     fields = fields.over({"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8})
     config = _read(fields, "GLM-4.7-Flash", max_position=202_752, mlp_bias=False, interleaves=interleaves)
-    first = fields.count("first_k_dense_replace", default=1, most=MOST_LAYERS)
-    usual = ["dense" if layer < first else "sparse" for layer in range(config.num_layers)]
-    kinds = fields.texts("mlp_layer_types", usual)
-    if len(kinds) != config.num_layers or not {*kinds} <= {"dense", "sparse"}:
-        raise fields.error("mlp_layer_types", f"expected {config.num_layers} times 'dense' or 'sparse'")
-    if "sparse" not in kinds:
+    dense = _dense_layers(fields, config.num_layers, first=1)
+    if len(dense) == config.num_layers:
         return config
     size = fields.integer("moe_intermediate_size", default=1536)
     experts = experts_by_groups(fields, size, experts=64, top_k=4, groups=1, normalises=True)
-    return with_experts(config, experts, (layer for layer, kind in enumerate(kinds) if kind == "dense"))
+    return with_experts(config, experts, dense)
+
+
+def read_v32_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    config = _read_indexed(fields, "DeepSeek-V3.2", max_position=163_840, index_heads=64, index_interleaves=False)
+    return _with_v32_experts(config, fields.over({"topk_group": 4}), groups=8)
+
+
+def read_glm_moe_dsa_config(fields: ConfigFields) -> ModelConfig:
+    """Raises ConfigError."""
+    fields = fields.over({"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5})
+    config = _read_indexed(fields, "GLM-5", max_position=202_752, index_heads=32, index_interleaves=True)
+    assert config.latent is not None
+    assert config.index is not None
+    index = replace(config.index, sharing=_sharing_layers(fields, config.num_layers))
+    return _with_v32_experts(replace(config, latent=replace(config.latent, index=index)), fields, groups=1)
+
+
+def _with_v32_experts(config: ModelConfig, fields: ConfigFields, groups: int) -> ModelConfig:
+    dense = _dense_layers(fields, config.num_layers, first=3)
+    if len(dense) == config.num_layers:
+        return config
+    fields = fields.over({"routed_scaling_factor": 2.5})
+    size = fields.integer("moe_intermediate_size", default=2048)
+    experts = experts_by_groups(fields, size, experts=256, top_k=8, groups=groups, normalises=True)
+    return with_experts(config, experts, dense)
+
+
+def _dense_layers(fields: ConfigFields, num_layers: int, first: int) -> list[int]:
+    """Return the layers without experts: by a list, or the first ones."""
+    first = fields.count("first_k_dense_replace", default=first, most=MOST_LAYERS)
+    usual = ["dense" if layer < first else "sparse" for layer in range(num_layers)]
+    kinds = fields.texts("mlp_layer_types", usual)
+    if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise fields.error("mlp_layer_types", f"expected {num_layers} times 'dense' or 'sparse'")
+    return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+
+
+def _read_indexed(
+    fields: ConfigFields, family: str, *, max_position: int, index_heads: int, index_interleaves: bool
+) -> ModelConfig:
+    """Latents of which each token attends to the best alone. Raises ConfigError."""
+    for name, expected in (("rope_interleave", True), ("indexer_rope_interleave", index_interleaves)):
+        if fields.boolean(name, default=expected) != expected:
+            raise fields.error(name, f"only {str(expected).lower()} is supported for this family")
+    config = _read(fields, family, max_position=max_position, mlp_bias=False, interleaves=True)
+    latent, spec = config.latent, config.spec.layer.latent
+    assert latent is not None
+    assert spec is not None
+    if not latent.query_rank:
+        raise fields.error("q_lora_rank", "the index's queries are made of the queries' latents: it must be set")
+    if any(kind != "indexed_attention" for kind in fields.texts("layer_types")):
+        raise fields.error("layer_types", "only 'indexed_attention' is supported for this family")
+    sizes = IndexSizes(
+        heads=fields.integer("index_n_heads", default=index_heads),
+        key=fields.integer("index_head_dim", default=128),
+        top_k=fields.integer("index_topk", default=2048),
+    )
+    if sizes.key < latent.rotary:
+        raise fields.error("index_head_dim", f"{sizes.key} is less than qk_rope_head_dim, which is {latent.rotary}")
+    query, key, weights = (Projection(f"self_attn.indexer.{name}") for name in ("wq_b", "wk", "weights_proj"))
+    index = IndexSpec(query, key, "self_attn.indexer.k_norm", weights, index_interleaves)
+    layer = replace(config.spec.layer, latent=replace(spec, index=index))
+    latent = replace(latent, index=sizes)
+    return replace(config, spec=replace(config.spec, layer=layer), latent=latent, head_dim=latent.row)
+
+
+def _sharing_layers(fields: ConfigFields, num_layers: int) -> frozenset[int]:
+    """Return the layers that attend to what the layer before them does: by a list, a pattern or a period."""
+    pattern, letters = fields.value("index_topk_pattern"), {"F": "full", "S": "shared"}
+    period = max(1, fields.count("index_topk_freq", default=1))
+    first = fields.count("index_skip_topk_offset", default=2) - 1
+    if isinstance(pattern, str) and fields.is_set("index_topk_pattern"):
+        usual = [letters.get(letter, letter) for letter in pattern]
+    else:
+        periodic = ["shared" if max(layer - first, 0) % period else "full" for layer in range(num_layers)]
+        usual = fields.texts("index_topk_pattern", periodic)
+    kinds = fields.texts("indexer_types", usual)
+    if len(kinds) != num_layers or not {*kinds} <= {"full", "shared"} or kinds[0] != "full":
+        raise fields.error("indexer_types", f"expected 'full' and then {num_layers - 1} times 'full' or 'shared'")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "shared")
 
 
 _MISTRAL4_ROPE = {
@@ -193,6 +279,18 @@ GLM4_MOE_LITE = Family(
     "Glm4MoeLiteForCausalLM",
     model_type="glm4_moe_lite",
     read_config=read_glm4_moe_lite_config,
+    always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+DEEPSEEK_V32 = Family(
+    "DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    read_config=read_v32_config,
+    always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+)
+GLM_MOE_DSA = Family(
+    "GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    read_config=read_glm_moe_dsa_config,
     always={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
 MISTRAL4 = Family("Mistral4ForCausalLM", model_type="mistral4", read_config=read_mistral4_config)

@@ -31,7 +31,7 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 4096
 _MOST_INTEGER = 2**53
 _MOST_NUMBER = sys.float_info.max
 
-_ROPE_TYPES = get_args(RopeType)
+_ROPE_TYPES = tuple(kind for kind in get_args(RopeType) if kind != "proportional")  # which Gemma 4 alone has
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from twostroke.model.architectures.families.deepseek import DEEPSEEK_V3, MISTRAL4
 from twostroke.model.architectures.families.family import ConfigFields, Family
 from twostroke.model.architectures.families.gemma import GEMMA3
+from twostroke.model.architectures.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from twostroke.model.architectures.families.hybrids.qwen import QWEN35, QWEN35_MOE
 from twostroke.model.architectures.families.llama import MINISTRAL3, MISTRAL
 from twostroke.model.architectures.families.llama4 import LLAMA4
@@ -68,6 +69,10 @@ GEMMA3_OF_IMAGES = text_of(
     is_tied=True,
     defaults={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},  # transformers'
 )
+GEMMA4_OF_IMAGES = text_of("Gemma4ForConditionalGeneration", "gemma4", GEMMA4, is_tied=True)
+GEMMA4_UNIFIED_OF_IMAGES = text_of(
+    "Gemma4UnifiedForConditionalGeneration", "gemma4_unified", GEMMA4_UNIFIED, is_tied=True
+)
 QWEN2_5_VL = text_of(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
@@ -84,6 +89,6 @@ KIMI_K25 = text_of("KimiK25ForConditionalGeneration", "kimi_k25", DEEPSEEK_V3, i
 KIMI_K25_OF_TRANSFORMERS = replace(KIMI_K25, architecture="Kimi_K25ForConditionalGeneration")
 
 WRAPPERS = (
-    *(GEMMA3_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES),
+    *(GEMMA3_OF_IMAGES, GEMMA4_OF_IMAGES, GEMMA4_UNIFIED_OF_IMAGES, QWEN2_5_VL, QWEN3_VL, MISTRAL3, LLAMA4_OF_IMAGES),
     *(KIMI_K25, KIMI_K25_OF_TRANSFORMERS, QWEN35_OF_IMAGES, QWEN35_MOE_OF_IMAGES),
 )

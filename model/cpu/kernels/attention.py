@@ -46,19 +46,19 @@ PLAIN_ROWS = 64  # of queries, whose scores are in memory at a time
 
 @compiled
 def _read(tokens, count, rounded, wide):
-    """wide [rounded, D] = tokens [count, D], zeros after them."""
+    """wide [rounded, D] = what comes first of tokens [count, D or more], zeros after them."""
     for token in range(count):
-        for i in range(tokens.shape[1]):
+        for i in range(wide.shape[1]):
             wide[token, i] = widen(tokens[token, i])
     for token in range(count, rounded):
-        for i in range(tokens.shape[1]):
+        for i in range(wide.shape[1]):
             wide[token, i] = np.float32(0)
 
 
 @compiled
 def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, best, weight_sum):
-    """queries fp32 [R, D], scaled; kv [blocks, kinds, G, block_size, D]; table int32; tokens `begin` to `context`;
-    `cap` is 0 where there is none. Results fp32: sums [R, V], maxima and sums of weights [R].
+    """queries fp32 [R, D], scaled; kv [blocks, kinds, G, block_size, D or more]; table int32; tokens `begin` to
+    `context`; `cap` is 0 where there is none. Results fp32: sums [R, V], maxima and sums of weights [R].
 
     Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
     """
@@ -70,7 +70,7 @@ def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, be
     scores = np.zeros((group, block_size + 3), np.float32)
     wide = np.empty((block_size + 3, dim), np.float32)  # keys, then values, of one block in fp32
     blocks, kinds = (context + block_size - 1) // block_size, kv.shape[1]
-    run_bytes = block_size * dim * kv.itemsize
+    run_bytes = block_size * kv.shape[4] * kv.itemsize
     for index in range(begin // block_size, blocks):
         block = table[index]
         if index + 1 < blocks:
@@ -142,7 +142,7 @@ def _decode(words):
     tokens, most, window, group, mixed_dim = words[16], words[17], words[19], heads // kv_heads, words[22]
     scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
     q = carray(as_stored(words, words[3]), (sequences, heads, dim))
-    kv = carray(as_cached(words, words[4]), (words[12], words[21], kv_heads, block_size, dim))
+    kv = carray(as_cached(words, words[4]), (words[12], words[21], kv_heads, block_size, words[23]))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
     queries, mixed = np.empty((group, dim), np.float32), np.empty((group, mixed_dim), np.float32)
@@ -173,10 +173,10 @@ def decode_attention(
     empty context. `log_sums` as to `combine`.
 
     kv_layer [blocks, kinds, G, block_size, D]: where there is one kind, its rows are keys, and what comes first of them
-    values. Else V is D.
+    values; rows may then be longer than D. Else V is D.
     """
-    num_blocks, kinds, kv_heads, block_size, dim = kv_layer.shape
-    count, heads, mixed_dim = layout.num_decodes, q.shape[1], out.shape[2]
+    num_blocks, kinds, kv_heads, block_size, row = kv_layer.shape
+    count, (heads, dim), mixed_dim = layout.num_decodes, q.shape[1:], out.shape[2]
     tokens = segment_tokens(block_size)
     segments = most_segments(layout.max_context_len, form.window, tokens)
     window = form.window or layout.max_context_len
@@ -190,7 +190,7 @@ def decode_attention(
         1,
         *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
         *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.cached_scale),
-        *(count, tokens, segments, heads_together, window, form.soft_cap, kinds, mixed_dim),
+        *(count, tokens, segments, heads_together, window, form.soft_cap, kinds, mixed_dim, row),
     )
     combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form, out[:count], log_sums)
 

@@ -155,26 +155,26 @@ SEQUENCES_A_THREAD = 4  # of these each thread takes whole sequences: shares the
 @compiled
 def _place(words, table, head, token):
     """The address of the keys of the 16 tokens that `token` is among."""
-    kv_heads, dim, block_size, kinds = words[9], words[10], words[11], words[21]
+    kv_heads, row, block_size, kinds = words[9], words[23], words[11], words[21]
     block, offset = np.int64(table[token // block_size]), token % block_size // LANES * LANES
-    return words[4] + (((block * kinds * kv_heads) + head) * block_size + offset) * dim * cached_bytes(words)
+    return words[4] + (((block * kinds * kv_heads) + head) * block_size + offset) * row * cached_bytes(words)
 
 
 @compiled
 def _ask_for(words, place, part, parts):
     """Ask for one of as many parts of the keys or values of 16 tokens, at the address `place`."""
-    lines = LANES * words[10] * cached_bytes(words) // LINE_BYTES
+    lines = LANES * words[23] * cached_bytes(words) // LINE_BYTES
     for line in range(lines * part // parts, lines * (part + 1) // parts):
         prefetch(place + line * LINE_BYTES)
 
 
 @compiled
-def _pack(values, count, nothing, dim, mixed_dim, packed):
+def _pack(values, count, nothing, row, mixed_dim, packed):
     """The first `count` of 16 tokens' values, two by two, of each row what is mixed; a missing one is `nothing`.
     Addresses."""
     for token in range(0, count, 2):
-        first = values + token * 2 * dim
-        second = first + 2 * dim if token + 1 < count else nothing
+        first = values + token * 2 * row
+        second = first + 2 * row if token + 1 < count else nothing
         interleave(first, second, mixed_dim // (2 * LANES), packed + token * 2 * mixed_dim)
 
 
@@ -186,9 +186,9 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
     queries: the address of the first head's. unpacked: room for 16 tokens of one. With a head at a time, 2 KiB here and
     2 KiB there, the CPU sees no stream.
     """
-    kv_heads, dim, block_size, mixed_dim = words[9], words[10], words[11], words[22]
+    kv_heads, dim, block_size, mixed_dim, row = words[9], words[10], words[11], words[22], words[23]
     size, group, numbers = cached_bytes(words), scores.shape[1], unpacked.ctypes.data
-    to_values = (words[21] - 1) * kv_heads * block_size * dim * size
+    to_values = (words[21] - 1) * kv_heads * block_size * row * size
     token = start
     while token < end:
         stop = min(end, token + block_size - token % block_size)  # where the block ends
@@ -197,20 +197,20 @@ def _score_and_pack(words, queries, table, first_head, num_heads, start, end, sc
             for first in range(token, stop, LANES):
                 keys = _place(words, table, first_head + part, first)
                 ahead = _place(words, table, first_head + part, min(first + block_size, end - 1))
-                keys = in_bf16(words, keys, LANES * dim, numbers)
+                keys = in_bf16(words, keys, LANES * row, numbers)
                 place = scores[part].ctypes.data + 4 * (first - start)
-                for row in range(group):
-                    _ask_for(words, ahead, row, group)
-                    dot_rows(query + row * 2 * dim, keys, 2 * dim, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * row)
+                for one in range(group):
+                    _ask_for(words, ahead, one, group)
+                    dot_rows(query + one * 2 * dim, keys, 2 * row, dim // (2 * LANES), place + 4 * CHUNK_TOKENS * one)
         for part in range(num_heads):
             for first in range(token, stop, LANES):
                 values = _place(words, table, first_head + part, first) + to_values
                 if to_values:
                     ahead = _place(words, table, first_head + part, min(first + block_size, end - 1))
                     _ask_for(words, ahead + to_values, 0, 1)
-                values = in_bf16(words, values, LANES * dim, numbers)
+                values = in_bf16(words, values, LANES * row, numbers)
                 place = packed[part].ctypes.data + (first - start) * 2 * mixed_dim
-                _pack(values, min(LANES, end - first), nothing.ctypes.data, dim, mixed_dim, place)
+                _pack(values, min(LANES, end - first), nothing.ctypes.data, row, mixed_dim, place)
         token = stop
 
 
@@ -261,8 +261,9 @@ def _attend(words, tables, item, begin, end, scratch, state):
 def decode(words):
     """words: q, KV layer, partials, tables, contexts, heads, KV heads, head dim, block size, blocks, table width,
     scale, sequences, segment tokens, segments that there is room for, KV heads of an item, window, cap or 0, kinds of
-    rows: where there is but one, each is a key, and its first numbers a value; V, the numbers of a value."""
-    heads, kv_heads, dim, sequences, tokens, mixed_dim = words[8], words[9], words[10], words[15], words[16], words[22]
+    rows: where there is but one, each is a key, and its first numbers a value; V, the numbers of a value; the numbers
+    from one row to the next."""
+    heads, kv_heads, sequences, tokens, mixed_dim = words[8], words[9], words[15], words[16], words[22]
     most, together, window, group = words[17], words[18], words[19], heads // kv_heads
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
@@ -272,7 +273,7 @@ def decode(words):
         np.empty((together, CHUNK_TOKENS // 2, mixed_dim), np.uint32),
         np.zeros((rows, CHUNK_TOKENS), np.uint16),
         np.zeros(mixed_dim, np.uint16),
-        np.empty(LANES * dim, np.uint16),
+        np.empty(LANES * words[23], np.uint16),
     )
     mixed = np.empty((together, rows, mixed_dim), np.float32)
     best, weight_sum = np.empty((together, group), np.float32), np.empty((together, group), np.float32)

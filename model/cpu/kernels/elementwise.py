@@ -11,7 +11,7 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
+from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, LayerNorm, RowNorms
 from twostroke.model.batch import BatchLayout
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, sigmoid, store, widen
@@ -164,8 +164,8 @@ def rotate(source, cos_sin, factor, out):
 @Kernels
 def _rope_and_write_kv(words):
     """words: qkv, KV layer, out, cos_sin, positions, slots, heads, KV heads, dim, block size, blocks, positions,
-    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, and what
-    queries are by position, or 0."""
+    whether heads are normalised, their norms' weights and eps, what keys and what values are multiplied by, what
+    queries are by position, or 0, and the weights of the values' norm, or 0."""
     rows, heads, kv_heads, dim, block_size = words[1], words[9], words[10], words[11], words[12]
     is_normalised, eps = words[15] != 0, float_of_bits(np.uint32(words[18]))
     q_norm, k_norm = carray(as_floats(words[16]), (dim,)), carray(as_floats(words[17]), (dim,))
@@ -175,7 +175,7 @@ def _rope_and_write_kv(words):
     out = carray(as_stored(words, words[5]), (rows, heads, dim))
     cos_sin = carray(as_floats(words[6]), (words[14], dim))
     positions, slots = carray(as_integers(words[7]), (rows,)), carray(as_integers(words[8]), (rows,))
-    query_scales = carray(as_floats(words[21]), (words[14],))
+    query_scales, v_norm = carray(as_floats(words[21]), (words[14],)), carray(as_floats(words[22]), (dim,))
     for row in taken(words, rows):
         angles = cos_sin[positions[row]]
         of_queries = query_scales[positions[row]] if words[21] != 0 else np.float32(1)
@@ -186,6 +186,9 @@ def _rope_and_write_kv(words):
         for head in range(heads):
             rotate(qkv[row, head], angles, of_queries, out[row, head])
         for head in range(kv_heads):
+            if words[22] != 0:
+                value = qkv[row, heads + kv_heads + head]
+                normalise(value, v_norm, eps, value)
             rotate(qkv[row, heads + head], angles, of_keys, kv[block, 0, head, offset])
             value, place = qkv[row, heads + kv_heads + head], kv[block, 1, head, offset]
             for i in range(dim):
@@ -194,10 +197,11 @@ def _rope_and_write_kv(words):
 
 @Kernels
 def _write_latents(words):
-    """words: rows, KV layer, norm, cos_sin, positions, slots, rank, rotary, slots of the cache, positions, eps."""
+    """words: rows, KV layer, norm, cos_sin, positions, slots, rank, rotary, slots of the cache, positions, eps, width
+    of a row of the cache."""
     count, rank, rotary, eps = words[1], words[9], words[10], float_of_bits(np.uint32(words[13]))
     rows = carray(as_stored(words, words[3]), (count, rank + rotary))
-    cache = carray(as_stored(words, words[4]), (words[11], rank + rotary))
+    cache = carray(as_stored(words, words[4]), (words[11], words[14]))
     norm, cos_sin = carray(as_floats(words[5]), (rank,)), carray(as_floats(words[6]), (words[12], rotary))
     positions, slots = carray(as_integers(words[7]), (count,)), carray(as_integers(words[8]), (count,))
     for row in taken(words, count):
@@ -205,7 +209,36 @@ def _write_latents(words):
             continue
         place = cache[slots[row]]
         normalise(rows[row, :rank], norm, eps, place[:rank])
-        rotate(rows[row, rank:], cos_sin[positions[row]], np.float32(1), place[rank:])
+        rotate(rows[row, rank:], cos_sin[positions[row]], np.float32(1), place[rank : rank + rotary])
+
+
+@Kernels
+def _write_index_keys(words):
+    """words: keys, KV layer, weight and bias of the norm, cos_sin, positions, slots, width of a key, of a row of the
+    cache, of what turns, slots of the cache, positions, eps."""
+    count, width, row_width, rotary = words[1], words[10], words[11], words[12]
+    eps = float_of_bits(np.uint32(words[15]))
+    keys = carray(as_stored(words, words[3]), (count, width))
+    cache = carray(as_stored(words, words[4]), (words[13], row_width))
+    weight, bias = carray(as_floats(words[5]), (width,)), carray(as_floats(words[6]), (width,))
+    cos_sin = carray(as_floats(words[7]), (words[14], rotary))
+    positions, slots = carray(as_integers(words[8]), (count,)), carray(as_integers(words[9]), (count,))
+    normed = np.empty(width, np.float32)
+    for row in taken(words, count):
+        mean, square_sum = np.float32(0), np.float32(0)
+        for i in range(width):
+            mean += widen(keys[row, i])
+        mean /= np.float32(width)
+        for i in range(width):
+            normed[i] = widen(keys[row, i]) - mean
+            square_sum += normed[i] * normed[i]
+        scale = np.float32(1) / np.sqrt(square_sum / np.float32(width) + eps)
+        for i in range(width):
+            normed[i] = normed[i] * scale * weight[i] + bias[i]
+        place = cache[slots[row], row_width - width :]
+        for i in range(width - rotary):
+            store(place, i, normed[i])
+        rotate(normed[width - rotary :], cos_sin[positions[row]], np.float32(1), place[width - rotary :])
 
 
 @Kernels
@@ -251,6 +284,16 @@ def _gate_clamped(gate, up, out):
 
 
 @compiled
+def _activate(gate, up, out, activation):
+    if activation == 1:
+        _gate_by_gelu(gate, up, out)
+    elif activation == 2:
+        _gate_clamped(gate, up, out)
+    else:
+        _gate_by_silu(gate, up, out)
+
+
+@compiled
 def _square_of_positive(x, out):
     for i in range(out.shape[0]):
         value = max(widen(x[i]), np.float32(0))
@@ -265,14 +308,20 @@ def _gate(words):
     gate_up = carray(as_stored(words, words[3]), (rows, 2, inner))
     out = carray(as_stored(words, words[4]), (rows, inner))
     for row in taken(words, rows):
-        if activation == 1:
-            _gate_by_gelu(gate_up[row, 0], gate_up[row, 1], out[row])
-        elif activation == 2:
-            _gate_clamped(gate_up[row, 0], gate_up[row, 1], out[row])
-        elif activation == 3:
+        if activation == 3:
             _square_of_positive(alone[row], out[row])
         else:
-            _gate_by_silu(gate_up[row, 0], gate_up[row, 1], out[row])
+            _activate(gate_up[row, 0], gate_up[row, 1], out[row], activation)
+
+
+@Kernels
+def _gate_columns(words):
+    """words: gates, x, out, columns of gates, of x, the first one, the activation's place in ACTIVATIONS."""
+    rows, inner, columns, first, activation = words[1], words[6], words[7], words[8], words[9]
+    gates, x = carray(as_stored(words, words[3]), (rows, inner)), carray(as_stored(words, words[4]), (rows, columns))
+    out = carray(as_stored(words, words[5]), (rows, inner))
+    for row in taken(words, rows):
+        _activate(gates[row], x[row, first : first + inner], out[row], activation)
 
 
 @Kernels
@@ -377,6 +426,7 @@ def rope_and_write_kv(
         *(heads, kv_heads, dim, block_size, num_blocks, cos_sin.shape[0]),
         *((0, qkv, qkv, 0.0) if norms is None else (1, norms.q, norms.k, norms.eps)),
         *(1 / kv_scales.key, 1 / kv_scales.value, 0 if query_scales is None else query_scales),
+        0 if norms is None or norms.v is None else norms.v,
     )
     return out
 
@@ -398,7 +448,22 @@ def write_latents(
         count,
         grain(width),
         *(rows, kv_layer, norm, cos_sin, layout.positions, layout.slots),
-        *(rank, width - rank, num_slots, cos_sin.shape[0], eps),
+        *(rank, width - rank, num_slots, cos_sin.shape[0], eps, kv_layer.shape[4]),
+    )
+
+
+def write_index_keys(
+    launcher: Launcher, keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
+) -> None:
+    """Implement Backend.write_index_keys."""
+    count, width = keys.shape
+    num_slots, (places, rotary) = kv_layer.shape[0] * kv_layer.shape[3], cos_sin.shape
+    launcher.run(
+        _write_index_keys.of(keys.dtype),
+        count,
+        grain(width),
+        *(keys, kv_layer, norm.weight, norm.bias, cos_sin, layout.positions, layout.slots),
+        *(width, kv_layer.shape[4], rotary, num_slots, places, norm.eps),
     )
 
 
@@ -419,6 +484,15 @@ def gate(launcher: Launcher, gate_up: Tensor, activation: Activation) -> Tensor:
     out = launcher.empty((rows, inner), gate_up.dtype)
     number = ACTIVATIONS.index(activation)
     launcher.run(_gate.of(gate_up.dtype), rows, grain(inner), gate_up, out, inner, number)
+    return out
+
+
+def gate_columns(launcher: Launcher, gates: Tensor, x: Tensor, first: int, activation: Activation) -> Tensor:
+    """Implement Backend.gate_columns."""
+    rows, inner = gates.shape
+    out = launcher.empty((rows, inner), gates.dtype)
+    number = ACTIVATIONS.index(activation)
+    launcher.run(_gate_columns.of(gates.dtype), rows, grain(inner), gates, x, out, inner, x.shape[1], first, number)
     return out
 
 

@@ -65,11 +65,12 @@ def _close_groups(scores, is_open, groups, top_groups, summed):
 @Kernel
 def _route(words):
     """words: logits, correction or 0, experts, weights, number of experts, chosen ones, whether by sigmoid, whether
-    they are normalised, scale, groups, top groups, scores that are summed."""
+    they are normalised, scale, groups, top groups, scores that are summed, each expert's scale or 0."""
     rows, count, top_k, by_sigmoid, normalises = words[1], words[7], words[8], words[9] != 0, words[10] != 0
     scale, groups = float_of_bits(np.uint32(words[11])), words[12]
     logits, correction = carray(as_floats(words[3]), (rows, count)), carray(as_floats(words[4]), (count,))
     experts, weights = carray(as_short_integers(words[5]), (rows, top_k)), carray(as_floats(words[6]), (rows, top_k))
+    scales = carray(as_floats(words[15]), (count,))
     scores, choosing = np.empty(count, np.float32), np.empty(count, np.float32)
     is_open = np.empty(count, np.bool_)
     for row in taken(words, rows):
@@ -98,9 +99,13 @@ def _route(words):
             total += scores[best]
         for k in range(top_k):
             weights[row, k] *= scale / total if normalises else scale
+            if words[15]:
+                weights[row, k] *= scales[experts[row, k]]
 
 
-def route(launcher: Launcher, logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+def route(
+    launcher: Launcher, logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None
+) -> Chosen:
     """Implement Backend.route."""
     rows, count = logits.shape
     experts = launcher.empty((rows, routing.top_k), torch.int32)
@@ -111,7 +116,7 @@ def route(launcher: Launcher, logits: Tensor, correction: Tensor | None, routing
         max(1, GRAIN_ELEMENTS // (count * routing.top_k)),
         *(logits, 0 if correction is None else correction, experts, weights),
         *(count, routing.top_k, routing.scoring == "sigmoid", routing.normalises, routing.scale),
-        *(routing.groups, routing.top_groups, routing.summed),
+        *(routing.groups, routing.top_groups, routing.summed, 0 if scales is None else scales),
     )
     return Chosen(experts, weights)
 

@@ -75,17 +75,20 @@ _PREFILL: dict[Architecture, tuple[tuple[int, PrefillTiling], ...]] = {
         (64, PrefillTiling(128, 128, 8, 3)),
         (128, PrefillTiling(128, 64, 4, 3)),
         (256, PrefillTiling(128, 64, 8, 3)),
+        (512, PrefillTiling(64, 16, 8, 3)),
     ),
     Architecture.AMPERE: (
         (64, PrefillTiling(128, 64, 4, 5)),
         (96, PrefillTiling(128, 32, 8, 5)),
         (128, PrefillTiling(128, 64, 8, 5)),
         (256, PrefillTiling(64, 32, 8, 5)),
+        (512, PrefillTiling(32, 16, 8, 3)),
     ),
     Architecture.SMALL: (
         (64, PrefillTiling(128, 64, 4, 3)),
         (128, PrefillTiling(64, 32, 4, 3)),
         (256, PrefillTiling(32, 32, 4, 3)),
+        (512, PrefillTiling(16, 16, 4, 2)),
     ),
 }
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: small tiles, on any GPU.
@@ -93,6 +96,7 @@ _FP32_PREFILL = (
     (64, PrefillTiling(32, 32, 4, 3)),
     (128, PrefillTiling(16, 16, 4, 3)),
     (256, PrefillTiling(16, 16, 4, 3)),
+    (512, PrefillTiling(16, 16, 8, 2)),
 )
 # Chunks of at most this many rows take tiles of as many, since half of a larger one would be padding, and half the keys
 # a step, since half the warps hold half the registers.
@@ -370,12 +374,12 @@ class DecodeTiling:
 # fit a multiprocessor: 2 x 2 x 32 KiB in flight beside what is in use. An H100 needs 3.35 TB/s x 0.7 us / 132 = 18 KiB
 # for its bandwidth, an A100 13: several times that, since loads come in bursts.
 _DECODE: dict[Architecture, tuple[tuple[int, tuple[int, int, int]], ...]] = {
-    Architecture.HOPPER: ((64, (128, 4, 7)), (128, (64, 4, 7)), (256, (32, 4, 7))),
-    Architecture.AMPERE: ((64, (64, 4, 7)), (128, (32, 4, 7)), (256, (32, 4, 5))),
-    Architecture.SMALL: ((64, (64, 4, 5)), (128, (32, 4, 5)), (256, (16, 4, 5))),
+    Architecture.HOPPER: ((64, (128, 4, 7)), (128, (64, 4, 7)), (256, (32, 4, 7)), (512, (16, 4, 5))),
+    Architecture.AMPERE: ((64, (64, 4, 7)), (128, (32, 4, 7)), (256, (32, 4, 5)), (512, (16, 4, 4))),
+    Architecture.SMALL: ((64, (64, 4, 5)), (128, (32, 4, 5)), (256, (16, 4, 5)), (512, (16, 4, 2))),
 }
 # fp32 multiplies on the ordinary lanes, whose operands live in registers: short steps, on any GPU.
-_FP32_DECODE = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)))
+_FP32_DECODE = ((64, (32, 4, 5)), (128, (16, 4, 5)), (256, (16, 4, 5)), (512, (16, 4, 2)))
 
 
 def decode_config(

@@ -219,6 +219,20 @@ def gate_codes(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]
 
 
 @triton.jit
+def _normalised(first, second, gains, eps, dtype: tl.constexpr, HALF: tl.constexpr):
+    """RMSNorms of heads, given as a pair of half tiles [heads, D/2] in fp32, rounded to `dtype`. gains: [D]."""
+    dims = tl.arange(0, first.shape[1])
+    real = dims < HALF
+    scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)
+    gain = tl.load(gains + dims, mask=real, other=0.0).to(tl.float32)[None, :]
+    more = tl.load(gains + HALF + dims, mask=real, other=0.0).to(tl.float32)[None, :]
+    return (
+        (first * scale[:, None] * gain).to(dtype).to(tl.float32),
+        (second * scale[:, None] * more).to(dtype).to(tl.float32),
+    )
+
+
+@triton.jit
 def _rotate_tile(
     x, out, x_offsets, out_offsets, inside, cos, sin, gains, eps, factor, HALF: tl.constexpr, NORMALISE: tl.constexpr
 ):
@@ -229,13 +243,7 @@ def _rotate_tile(
     first = tl.load(x + x_offsets, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + x_offsets + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORMALISE:
-        dims = tl.arange(0, first.shape[1])
-        real = dims < HALF
-        scale = 1.0 / tl.sqrt((tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / (2 * HALF) + eps)
-        gain = tl.load(gains + dims, mask=real, other=0.0).to(tl.float32)[None, :]
-        more = tl.load(gains + HALF + dims, mask=real, other=0.0).to(tl.float32)[None, :]
-        first = (first * scale[:, None] * gain).to(x.dtype.element_ty).to(tl.float32)
-        second = (second * scale[:, None] * more).to(x.dtype.element_ty).to(tl.float32)
+        first, second = _normalised(first, second, gains, eps, x.dtype.element_ty, HALF)
     tl.store(out + out_offsets, rounded((first * cos - second * sin) * factor, out.dtype.element_ty), mask=inside)
     tl.store(
         out + out_offsets + HALF, rounded((second * cos + first * sin) * factor, out.dtype.element_ty), mask=inside
@@ -257,6 +265,7 @@ def rope_kv_kernel(
     of_keys,
     of_values,
     query_scales,
+    v_norm,
     NUM_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -301,9 +310,12 @@ def rope_kv_kernel(
             v_from = row + NUM_GROUPS * HEAD_DIM
             v_to = k_to + KIND
             element = kv_layer.dtype.element_ty
-            for half in tl.static_range(0, 2 * HALF, HALF):
-                value = tl.load(v_from + k_from + half, mask=inside, other=0.0).to(tl.float32) * of_values
-                tl.store(v_to + to_offsets + half, rounded(value, element), mask=inside)
+            first = tl.load(v_from + k_from, mask=inside, other=0.0).to(tl.float32)
+            second = tl.load(v_from + k_from + HALF, mask=inside, other=0.0).to(tl.float32)
+            if v_norm is not None:
+                first, second = _normalised(first, second, v_norm, eps, qkv.dtype.element_ty, HALF)
+            tl.store(v_to + to_offsets, rounded(first * of_values, element), mask=inside)
+            tl.store(v_to + to_offsets + HALF, rounded(second * of_values, element), mask=inside)
 
 
 def rope_and_write_kv(
@@ -335,7 +347,7 @@ def rope_and_write_kv(
         rope_kv_kernel[(tokens, triton.cdiv(heads, tile_heads) + triton.cdiv(groups, tile_heads))](
             qkv, cos_sin, kv_layer, positions, slots, q_out,
             *((qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)),
-            1 / kv_scales.key, 1 / kv_scales.value, query_scales,
+            1 / kv_scales.key, 1 / kv_scales.value, query_scales, None if norms is None else norms.v,
             NUM_HEADS=heads, NUM_GROUPS=groups, HEAD_DIM=dim, HALF_PADDED=half_padded, BLOCK_SIZE=block_size,
             TILE_HEADS=tile_heads, NORMALISE=norms is not None, num_warps=_BLOCK_WARPS, **dependent_launch(qkv),
         )  # fmt: skip

@@ -28,6 +28,7 @@ def route_kernel(
     experts,
     weights,
     scale,
+    scales,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -86,19 +87,21 @@ def route_kernel(
         chosen_scores = tl.where(places == k, score, chosen_scores)
     if NORMALISES:
         chosen_scores = chosen_scores / tl.sum(chosen_scores, 0)
+    if scales is not None:
+        chosen_scores *= tl.load(scales + chosen)
     at = row * TOP_K + places
     tl.store(experts + at, chosen, mask=places < TOP_K)
     tl.store(weights + at, chosen_scores * scale, mask=places < TOP_K)
 
 
-def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Chosen:
+def route(logits: Tensor, correction: Tensor | None, routing: Routing, scales: Tensor | None = None) -> Chosen:
     """Implement Backend.route."""
     tokens, count = logits.shape
     experts = torch.empty((tokens, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, routing.top_k), dtype=torch.float32, device=logits.device)
     if tokens:
         route_kernel[(tokens,)](
-            logits, logits if correction is None else correction, experts, weights, routing.scale,
+            logits, logits if correction is None else correction, experts, weights, routing.scale, scales,
             NUM_EXPERTS=count, TOP_K=routing.top_k, GROUPS=routing.groups, TOP_GROUPS=routing.top_groups,
             SUMMED=routing.summed, SIGMOID=routing.scoring == "sigmoid", NORMALISES=routing.normalises,
             HAS_CORRECTION=correction is not None, BLOCK_G=power_of_two(routing.groups),

@@ -1,7 +1,8 @@
 """Attention to latents (DeepSeek-AI 2024, section 2.1): the write into the cache, decodes, and parts of prompts.
 
 A row of the cache is a token's latent, R numbers, and P that turn; rows are keys and values of all heads alike. q [T,
-H, N + P], of each head what turns last; kv_layer [num_blocks, 1, 1, block_size, R + P]; both contiguous.
+H, N + P], of each head what turns last, contiguous; kv_layer [num_blocks, 1, 1, block_size, R + P], of rows that may be
+longer.
 
 Decodes are split into segments (segments.py). One program reads a segment's rows once for as many heads as a tile has,
 and multiplies the latents with queries that have absorbed what makes keys, and with weights. A prompt's context comes
@@ -55,13 +56,14 @@ def write_latents_kernel(
     RANK_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """One program per token. A negative slot writes nothing; its position must still be within cos_sin."""
     WIDTH: tl.constexpr = RANK + 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
-        source, target = rows + token * WIDTH, kv_layer + slot * WIDTH
+        source, target = rows + token * WIDTH, kv_layer + slot * ROW
         dims = tl.arange(0, RANK_PADDED)
         real = dims < RANK
         latent = tl.load(source + dims, mask=real, other=0.0).to(tl.float32)
@@ -94,7 +96,8 @@ def write_latents(
     if len(rows):
         write_latents_kernel[(len(rows),)](
             rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots,
-            RANK=rank, RANK_PADDED=power_of_two(rank), HALF=half, HALF_PADDED=power_of_two(half), num_warps=4,
+            RANK=rank, RANK_PADDED=power_of_two(rank), HALF=half, HALF_PADDED=power_of_two(half),
+            ROW=kv_layer.shape[4], num_warps=4,
         )  # fmt: skip
 
 
@@ -171,6 +174,7 @@ def latent_decode_kernel(
     RANK_PADDED: tl.constexpr,
     ROTARY: tl.constexpr,
     ROTARY_PADDED: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -213,7 +217,7 @@ def latent_decode_kernel(
         for start in range(begin, end, BLOCK_N):
             present = start + tl.arange(0, BLOCK_N) < context_len
             offsets = cached_kv_offsets(
-                block_table, start, context_len, BLOCK_SIZE * (RANK + ROTARY), True, RANK + ROTARY, BLOCK_SIZE, BLOCK_N
+                block_table, start, context_len, BLOCK_SIZE * ROW, True, ROW, BLOCK_SIZE, BLOCK_N
             )  # fmt: skip
             # Once to be scored and once to be mixed: a load for both is not kept in flight, and both are of one line.
             k = tl.load(
@@ -275,9 +279,9 @@ def latent_decode(
         partials.splits, log_sums, scale * LOG2_E, absorbed.stride(0), absorbed.stride(1),
         layout.block_tables.stride(0), sequences,
         NUM_HEADS=heads, KEY=q.shape[2] - rotary, RANK=rank, RANK_PADDED=padded_head(rank), ROTARY=rotary,
-        ROTARY_PADDED=padded_head(rotary), BLOCK_SIZE=kv_layer.shape[3], BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype), HAS_LOG_SUMS=log_sums is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        ROTARY_PADDED=padded_head(rotary), ROW=kv_layer.stride(3), BLOCK_SIZE=kv_layer.shape[3],
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, PRECISION=dot_precision(q.dtype),
+        HAS_LOG_SUMS=log_sums is not None, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if split.may_split:
         merge_segments(partials, out, heads * rank, log_sums)

@@ -190,6 +190,39 @@ LFM2_8B_A1B = {
     **{"conv_bias": False, "norm_eps": 1e-05, "max_position_embeddings": 128_000, "rope_theta": 1_000_000.0},
 }
 
+# Layers behind the last one, which draft tokens, are left on disk.
+DEEPSEEK_V3_2 = {
+    **{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "vocab_size": 129_280},
+    **{"hidden_size": 7168, "intermediate_size": 18_432, "num_attention_heads": 128, "num_hidden_layers": 61},
+    **{"num_key_value_heads": 128, "max_position_embeddings": 163_840, "rms_norm_eps": 1e-06, "rope_theta": 10_000},
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{"norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1, "num_nextn_predict_layers": 1},
+    **{"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "tie_word_embeddings": False},
+    "rope_scaling": {
+        **{"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "quantization_config": {
+        **{"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"},
+        "weight_block_size": [128, 128],
+    },
+}
+GLM_5 = {
+    **{"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "vocab_size": 154_880},
+    **{"hidden_size": 6144, "intermediate_size": 12_288, "num_attention_heads": 64, "num_hidden_layers": 78},
+    **{"num_key_value_heads": 64, "max_position_embeddings": 202_752, "rms_norm_eps": 1e-05, "head_dim": 64},
+    **{"q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+    **{"first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1, "qk_head_dim": 256},
+    **{"index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True},
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"},
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "Qwen2.5-VL (text alone)": (QWEN2_5_VL_7B, 7_615_616_512, 7_615_616_512, 56 * 1024),
     "Qwen3-VL (text alone)": (QWEN3_VL_4B, 4_022_468_096, 4_022_468_096, 144 * 1024),
@@ -205,6 +238,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "Bamba": (BAMBA_9B, 9_780_235_392, 9_780_235_392, 12 * 1024),
     "LFM2": (LFM2_1_2B, 1_170_340_608, 1_170_340_608, 12 * 1024),
     "LFM2-MoE": (LFM2_8B_A1B, 8_339_930_560, 1_557_740_992, 12 * 1024),
+    "DeepSeek-V3.2": (DEEPSEEK_V3_2, 671_877_944_064, 38_403_822_336, 61 * 704 * 2),
+    "GLM-5": (GLM_5, 743_911_218_432, 41_784_728_832, 78 * 704 * 2),
 }
 """config.json by family, with the number of parameters, that of a token's, and bytes of KV a token in bf16."""
 

@@ -28,7 +28,7 @@ def wide(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.wide)
 
 
-DIMS = (8, 64, 80, 96, 128, 256)
+DIMS = (8, 64, 80, 96, 128, 256, 512)
 FEW = list(zip(DIMS, itertools.cycle(DTYPES), strict=False))
 DIM_AND_DTYPE = pytest.mark.parametrize(
     ("dim", "dtype"), [*FEW, *(wide(*one) for one in itertools.product(DIMS, DTYPES) if one not in FEW)]

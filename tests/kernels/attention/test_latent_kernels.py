@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.paged_cases import LatentCase, assert_close, latent_case, over_ranks
 from twostroke.model import reference
+from twostroke.model.architectures import context_index
 from twostroke.model.cuda import latents
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import H100, Architecture, GpuTarget
@@ -20,16 +21,28 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SMALL = GpuTarget(Architecture.SMALL, multiprocessors=3)
 
 
-def check(case: LatentCase, target: GpuTarget) -> None:
+def check(case: LatentCase, target: GpuTarget, chosen: torch.Tensor | None = None) -> None:
     attention = latents.CudaLatentAttention(case.heads, target)
-    out = attention(case.q.clone(), case.cos_sin, case.kv_layer, case.layout)
-    assert_close(out, case.expected(), scale=2.0)
+    out = attention(case.q.clone(), case.cos_sin, case.kv_layer, case.layout, chosen)
+    assert_close(out, case.expected(chosen), scale=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", [H100, SMALL])
 def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, target: GpuTarget) -> None:
     check(latent_case([(1, 1), (1, 16), (1, 150), (3, 3), (20, 50)], dtype=dtype), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_longer_than_what_is_attended_to(dtype: torch.dtype) -> None:
+    check(latent_case([(1, 1), (1, 150), (20, 50)], dtype=dtype, behind=24), SMALL)
+
+
+@pytest.mark.parametrize("gathered_bytes", [1 << 20, 40_000], ids=["at once", "in parts"])
+def test_queries_attend_to_chosen_tokens_alone(gathered_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_index, "GATHERED_BYTES", gathered_bytes)
+    case = latent_case([(1, 1), (1, 16), (1, 150), (20, 50)], behind=24)
+    check(case, SMALL, case.some(20))
 
 
 @pytest.mark.parametrize("lengths", [(500, 9, 1, 30, 17), (3, 0, 300, 200, 0), (64,) * 5, (260,)], ids=str)
@@ -52,9 +65,10 @@ def test_parts_of_contexts_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     check(latent_case([(40, 40), (17, 75), (2, 90)]), SMALL)
 
 
+@pytest.mark.parametrize("behind", [0, 24])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.dtype) -> None:
-    case = latent_case([(1, 40), (20, 31), (7, 7)], dtype=dtype)
+def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.dtype, behind: int) -> None:
+    case = latent_case([(1, 40), (20, 31), (7, 7)], dtype=dtype, behind=behind)
     layout = case.layout
     layout.slots[3] = -1  # a padding row of a captured graph
     rows = torch.randn((28, 64)).to(dtype)

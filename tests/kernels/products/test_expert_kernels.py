@@ -40,9 +40,9 @@ def test_tokens_take_the_experts_that_the_reference_chooses(routing: Routing, is
     logits = torch.randn(40, routing.num_experts)
     logits[3], logits[4] = 0.0, 1e30
     correction = torch.randn(routing.num_experts) * 0.2 if is_corrected else None
-    actual, expected = (
-        backend.route(logits, correction, routing) for backend in (CudaBackend(H100), ReferenceBackend())
-    )
+    scales = torch.rand(routing.num_experts) if is_corrected else None
+    backends = (CudaBackend(H100), ReferenceBackend())
+    actual, expected = (backend.route(logits, correction, routing, scales) for backend in backends)
     assert torch.equal(actual.experts, expected.experts)
     torch.testing.assert_close(actual.weights, expected.weights, rtol=1e-5, atol=1e-7)
 

@@ -92,6 +92,9 @@ EXPERT_GROUPS: dict[str, Any] = {
     **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     **{"routed_scaling_factor": 1.7, "num_hidden_layers": 3},
 }
+# Some contexts are longer than what is attended to. With so many heads no score is exactly 0: among equals
+# transformers chooses in no order.
+INDEX: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 20, "index_topk": 24}
 # States fit into blocks of eight tokens.
 DELTA: dict[str, Any] = {
     **{"num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 2, "partial_rotary_factor": 0.25},
@@ -227,6 +230,28 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         q_lora_rank=24,
         moe_intermediate_size=20,
         mlp_layer_types=["sparse", "dense", "sparse"],
+    ),
+    "deepseek_v32": family("deepseek_v32", "DeepseekV32", **LATENT | INDEX | {"index_topk": 1000}, q_lora_rank=40),
+    "deepseek_v32_experts": family(
+        "deepseek_v32",
+        "DeepseekV32",
+        **LATENT | INDEX | EXPERT_GROUPS,
+        q_lora_rank=24,
+        moe_intermediate_size=20,
+        attention_bias=True,
+        rope_scaling={
+            **{"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 32, "beta_slow": 1},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm_moe_dsa": family(
+        "glm_moe_dsa",
+        "GlmMoeDsa",
+        **LATENT | INDEX | EXPERT_GROUPS | {"num_hidden_layers": 4, "index_topk": 50},
+        q_lora_rank=24,
+        moe_intermediate_size=20,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        indexer_types=["full", "shared", "full", "shared"],
     ),
     "glm": family("glm", "Glm", head_dim=16),
     "glm4": family("glm4", "Glm4", head_dim=24, num_key_value_heads=1, attention_bias=False),
@@ -368,6 +393,34 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.7,
         norm_eps=1e-5,
     ),
+    "gemma4": family(  # a small one: shared keys and values, embeddings for each layer, wide heads in full layers
+        "gemma4_text",
+        "Gemma4",
+        num_hidden_layers=7,
+        layer_types=[W, W, F, W, F, W, F],
+        num_kv_shared_layers=3,
+        head_dim=16,
+        per_layer_config={str(layer): {"head_dim": 32} for layer in (2, 4, 6)},
+        num_key_value_heads=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        use_double_wide_mlp=True,
+        sliding_window=33,
+    ),
+    "gemma4_large": family(  # fewer and wider heads in full layers, whose values are their keys
+        "gemma4_text",
+        "Gemma4",
+        num_hidden_layers=4,
+        layer_types=[W, W, W, F],
+        head_dim=16,
+        num_key_value_heads=4,
+        num_attention_heads=8,
+        per_layer_config={"3": {"head_dim": 32, "num_key_value_heads": 1}},
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=20,
+        final_logit_softcapping=3.0,
+    ),
     "llama4": family(
         "llama4_text",
         "Llama4",
@@ -412,7 +465,7 @@ def make_runner(folder: Path, block_size: int, num_blocks: int) -> ModelRunner:
     num_blocks *= config.kv_groups.count
     decoder, kv_cache = make_decoder(folder, backend, num_blocks=num_blocks, block_size=block_size)
     max_context = config.max_position
-    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, max_context)
+    captured = CpuCapturedSteps(decoder, backend.launcher, kv_cache, config.dense_context)
     return ModelRunner(decoder, Sampler(decoder.vocab_size), kv_cache, max_context, StepReplays(captured))
 
 
@@ -487,6 +540,7 @@ MORE = {
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v3_halves",
+    "deepseek_v32",
 }
 ALL_FAMILIES = [pytest.param(shape, marks=pytest.mark.models if shape in MORE else []) for shape in FAMILY_SHAPES]
 

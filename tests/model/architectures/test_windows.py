@@ -14,7 +14,16 @@ from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.sequence import SequenceState
 
 BLOCK, CHUNK = 8, 37
-WITH_WINDOWS = ["ministral", "mistral_window", "gemma3", "olmo3", "llama4", "llama4_dense_between"]
+WITH_WINDOWS = [
+    "ministral",
+    "mistral_window",
+    "gemma3",
+    "olmo3",
+    "llama4",
+    "llama4_dense_between",
+    "gemma4",
+    "gemma4_large",
+]
 
 
 def generate(runner: ModelRunner, pool: BlockPool, prompt: list[int], num_tokens: int) -> tuple[list[int], int, int]:

@@ -58,6 +58,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "vision_config": SEES,
         **{"image_token_index": 95, "boi_token_index": 94, "eoi_token_index": 93, "mm_tokens_per_image": 4},
     },
+    "gemma4": {
+        "text_config": TEXT
+        | {
+            **{"head_dim": 16, "sliding_window": 24, "layer_types": [W, W, F], "hidden_size_per_layer_input": 0},
+            **{"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+            **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+        },
+        "vision_config": SEES | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
+    "gemma4_unified": {
+        "text_config": TEXT
+        | {"head_dim": 16, "sliding_window": 24, "layer_types": [W, F, W], "global_head_dim": 16}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 32},
+        "audio_config": None,
+    },
     "qwen2_5_vl": {
         "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
         "vision_config": QWEN_SEES,

@@ -1,13 +1,18 @@
 """Fields of config.json that are taken, and those that are refused by name of file and field."""
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GlmMoeDsaConfig
 
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.config import RopeConfig
 from twostroke.model.costs.sizes import fit, num_parameters
+from twostroke.model.parallel.form import ParallelForm
+from twostroke.model.served import open_model
 from twostroke.protocol.errors import ConfigError
 
 LLAMA: dict[str, Any] = {
@@ -20,6 +25,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+V32, GLM5 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("DeepseekV32", "GlmMoeDsa"))
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9}
 
 
@@ -69,6 +75,18 @@ def test_a_missing_field_is_named(name: str) -> None:
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config.hidden_size"),
         (MINISTRAL | {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
+        (V32 | {"q_lora_rank": None}, "q_lora_rank"),
+        (V32 | {"index_head_dim": 32}, "index_head_dim"),
+        (V32 | {"index_topk": 0}, "index_topk"),
+        (V32 | {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        (V32 | {"rope_interleave": False}, "rope_interleave"),
+        (V32 | {"indexer_rope_interleave": True}, "indexer_rope_interleave"),
+        (V32 | {"index_topk_freq": 2}, "index_topk_freq"),
+        (GLM5 | {"indexer_rope_interleave": False}, "indexer_rope_interleave"),
+        (GLM5 | {"indexer_types": ["shared", "full"]}, "indexer_types"),
+        (GLM5 | {"indexer_types": ["full"]}, "indexer_types"),
+        (GLM5 | {"index_topk_pattern": "FX"}, "indexer_types"),
+        (GLM5 | {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -159,6 +177,43 @@ def test_published_files_that_leave_much_out_are_read(
     assert num_parameters(config) == parameters
     assert config.max_position == context
     assert sum(window > 0 for window in config.windows) == len(config.local_layers) == with_windows
+
+
+@pytest.mark.parametrize(
+    ("said", "sharing"),
+    [
+        ({}, ()),
+        ({"indexer_types": ["full", "shared", "full", "shared", "shared"]}, (1, 3, 4)),
+        ({"index_topk_pattern": "FSSFS"}, (1, 2, 4)),
+        ({"index_topk_pattern": ["full", "full", "full", "full", "shared"]}, (4,)),
+        ({"index_topk_freq": 2}, (2, 4)),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 3}, (3, 4)),
+    ],
+)
+def test_layers_share_a_choice_as_in_transformers(said: dict[str, Any], sharing: tuple[int, ...]) -> None:
+    raw = LLAMA | GLM5 | {"num_hidden_layers": 5} | said
+    config = parse_model_config(raw, "config.json")
+    assert config.index is not None
+    assert config.index.sharing == {*sharing}
+    expected = GlmMoeDsaConfig(num_hidden_layers=5, **said).indexer_types
+    assert [layer for layer, kind in enumerate(expected) if kind == "shared"] == [*sharing]
+
+
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        (ParallelForm(2, shares_contexts=True), "context_parallel: ranks would have to choose"),
+        (ParallelForm(1, 2), "pipeline_parallel: a stage would begin with layer 2, which attends to what"),
+        (ParallelForm(1, 4), None),
+    ],
+)
+def test_ranks_that_could_not_choose_are_refused(form: ParallelForm, named: str | None, tmp_path: Path) -> None:
+    raw = LLAMA | GLM5 | {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"]}
+    if named is None:
+        raw["indexer_types"] = ["full"] * 4
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with nullcontext() if named is None else pytest.raises(ConfigError, match=f"^{named}"):
+        open_model(tmp_path).check_ranks(form, 16)
 
 
 LLAMA4_SCOUT = {

@@ -1,12 +1,17 @@
 """FLOPs and bytes of steps, against numbers computed by hand, and which GPUs have published limits."""
 
+from dataclasses import replace
+
 import pytest
 
-from twostroke.model.config import ModelShape
-from twostroke.model.costs.operations import NumberFormats, StepWork, step_work
+from twostroke.model.config import (
+    ModelShape,
+)
+from twostroke.model.costs.operations import NumberFormats, StepWork, decode_operations, step_work
 from twostroke.model.machine_limits import published_gpu
 from twostroke.model.published.hardware import GIB
 from twostroke.model.published.models import published_model
+from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 
 TINY = ModelShape(
     vocab_size=32,
@@ -57,6 +62,19 @@ def test_layers_with_windows_add_nothing_for_a_longer_context() -> None:
         windowed = ModelShape(**{**vars(TINY), "windows": (window, 0)})
         assert step_work(windowed).context_flops == step_work(TINY).context_flops / 2
         assert step_work(windowed).pair_flops == step_work(TINY).pair_flops / 2
+
+
+def test_beyond_what_is_attended_to_a_token_adds_a_key_of_the_index_and_its_scores() -> None:
+    latent = LatentSizes(rank=16, rotary=4, key=8, value=8, query_rank=12)
+    indexed = replace(latent, index=IndexSizes(heads=3, key=6, top_k=32, sharing=frozenset({1})))
+    shape, dense = (ModelShape(**{**vars(TINY), "head_dim": one.row, "latent": one}) for one in (indexed, latent))
+    work = step_work(shape)
+    assert work.context_bytes == 2 * 6, "one of two layers has an index"
+    assert work.context_flops == work.pair_flops == 2 * 3 * (6 + 1)
+    assert work.token_flops > step_work(dense).token_flops
+    within, beyond = (decode_operations(shape, 2, context) for context in (32, 100))
+    assert sum(one.kv_bytes for one in within) == sum(one.kv_bytes for one in decode_operations(dense, 2, 32))
+    assert sum(one.kv_bytes for one in beyond) == 2 * 2 * (2 * 32 * 20 + 100 * 6)
 
 
 @pytest.mark.parametrize(

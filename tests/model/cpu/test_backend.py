@@ -1,5 +1,7 @@
 """Each CPU kernel against its plain torch reference, in fp32 and bf16."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,7 +58,14 @@ def test_the_gated_activation_stays_finite_at_the_ends(gate: float, activation: 
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 40), (3, 1, 72)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_are_multiplied_by_activated_gates(dtype: torch.dtype) -> None:
+    gates, x = torch.randn(7, 24).to(dtype), torch.randn(7, 60).to(dtype)
+    for activation in get_args(Activation):
+        close(BACKEND.gate_columns(gates, x, 16, activation), reference.gate_columns(gates, x, 16, activation))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (6, 2, 40), (3, 1, 72), (3, 0, 16)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_rotation_and_kv_write_equal_the_reference(
@@ -66,7 +75,7 @@ def test_rotation_and_kv_write_equal_the_reference(
     layout, num_blocks = make_layout([(1, 10), (1, 1), (21, 21), (8, 21)], block_size=5)
     qkv = torch.randn(31, (heads + 2 * kv_heads) * dim).to(dtype)
     cos_sin = torch.randn(64, dim)
-    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5) if has_norms else None
+    norms = HeadNorms(*torch.rand(2, dim), eps=1e-5, v=torch.rand(dim)) if has_norms else None
     of_queries = 1 + torch.rand(64) if has_norms else None
     written, expected = (torch.full((num_blocks, 2, kv_heads, 5, dim), 7.0, dtype=dtype) for _ in range(2))
     close(

@@ -5,8 +5,10 @@ import torch
 
 from tests.kernels.paged_cases import LatentCase, latent_case, over_ranks
 from twostroke.model import reference
+from twostroke.model.architectures import context_index
+from twostroke.model.backend import LayerNorm
 from twostroke.model.cpu import latents
-from twostroke.model.cpu.kernels.elementwise import write_latents
+from twostroke.model.cpu.kernels.elementwise import write_index_keys, write_latents
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.linears import is_supported
 from twostroke.model.parallel.context_parts import ContextParts
@@ -22,17 +24,50 @@ SHAPES = [
 ]
 
 
-def check(case: LatentCase) -> None:
+def check(case: LatentCase, chosen: torch.Tensor | None = None) -> None:
     attention = latents.CpuLatentAttention(case.heads, Launcher())
-    out = attention(case.q, case.cos_sin, case.kv_layer, case.layout)
+    out = attention(case.q, case.cos_sin, case.kv_layer, case.layout, chosen)
     tolerance = 2e-5 if case.q.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(out, case.expected(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out, case.expected(chosen), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decodes_and_chunks_equal_the_reference(dtype: torch.dtype, shape: dict[str, int]) -> None:
     check(latent_case([*DECODES, *CHUNKS], dtype=dtype, **shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_be_longer_than_what_is_attended_to(dtype: torch.dtype, shape: dict[str, int]) -> None:
+    check(latent_case([*DECODES, *CHUNKS], dtype=dtype, behind=24, **shape))
+
+
+@pytest.mark.parametrize("gathered_bytes", [1 << 20, 40_000], ids=["at once", "in parts"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_attend_to_chosen_tokens_alone(
+    dtype: torch.dtype, shape: dict[str, int], gathered_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context_index, "GATHERED_BYTES", gathered_bytes)
+    case = latent_case([*DECODES, *CHUNKS], dtype=dtype, behind=24, **shape)
+    check(case, case.some(20))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_an_index_are_normalised_turned_and_written_behind_latents(dtype: torch.dtype) -> None:
+    case = latent_case([(1, 40), (50, 131), (7, 7)], dtype=dtype, behind=24)
+    keys, norm = torch.randn((58, 24)).to(dtype), LayerNorm(torch.rand(24) + 0.5, torch.randn(24), 1e-6)
+    written, expected = case.kv_layer.clone(), case.kv_layer.clone()
+    write_index_keys(Launcher(), keys, norm, case.cos_sin, written, case.layout)
+    reference.write_index_keys(keys, norm, case.cos_sin, expected, case.layout)
+    launcher, replayed = Launcher(), case.kv_layer.clone()
+    with launcher.recording() as program:
+        write_index_keys(launcher, keys, norm, case.cos_sin, replayed, case.layout)
+    program.replay()
+    torch.testing.assert_close(replayed, written, rtol=0, atol=0, equal_nan=True)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,9 +109,10 @@ def test_a_cpu_without_our_instructions_computes_the_same(monkeypatch: pytest.Mo
     check(latent_case([(1, 40), (50, 131)]))
 
 
+@pytest.mark.parametrize("behind", [0, 24])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.dtype) -> None:
-    case = latent_case([(1, 40), (50, 131), (7, 7)], dtype=dtype)
+def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.dtype, behind: int) -> None:
+    case = latent_case([(1, 40), (50, 131), (7, 7)], dtype=dtype, behind=behind)
     rows = torch.randn((58, 64)).to(dtype)
     norm, written, expected = torch.rand(48) + 0.5, case.kv_layer.clone(), case.kv_layer.clone()
     layout = case.layout

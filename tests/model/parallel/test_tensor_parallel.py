@@ -62,6 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chunks, stacked experts whose input is scaled": FAMILY_SHAPES["llama4"],
     "experts of Mixtral": FAMILY_SHAPES["mixtral"],
     "experts and latents": FAMILY_SHAPES["deepseek_v3_experts"],
+    "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "delta nets": FAMILY_SHAPES["qwen3_5"]
     | {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "delta nets by key heads": FAMILY_SHAPES["qwen3_next"],
@@ -70,6 +71,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 4, "num_key_value_heads": 4, "n_groups": 2},
     "short convolutions": FAMILY_SHAPES["lfm2"] | {"num_key_value_heads": 4},
     "latents whose queries are scaled": MISTRAL4,
+    "wide heads, shared keys, embeddings for each layer": FAMILY_SHAPES["gemma4"],
+    "fewer and wider heads, experts beside the MLP": FAMILY_SHAPES["gemma4_large"]
+    | {"num_key_value_heads": 8, "per_layer_config": {"3": {"head_dim": 32, "num_key_value_heads": 4}}}
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
     "norms of all heads together": FAMILY_SHAPES["olmo2"] | {"num_attention_heads": 8, "hidden_size": 64},
 }
 
@@ -493,7 +498,7 @@ def test_a_gpu_is_measured_behind_the_largest_steps_and_its_communicators_are_co
     decoder, cache = make_decoder(write_checkpoint(), CpuBackend(), num_blocks=1, block_size=8)
     config = EngineConfig(Path(), parallel=ParallelForm(2, 2), bounds=StepBounds(16, 4), staging_bytes=7)
     try:
-        found = measure_gpu(decoder, None, cache, config, 64, SingleRank())
+        found = measure_gpu(decoder, None, cache, config, 64, 64, SingleRank())
     finally:
         gc.enable()
     assert done == ["16 tokens", "16 tokens", "measured"]

@@ -23,8 +23,8 @@ def test_layers_are_cut_into_groups_as_large_as_the_smaller_kind() -> None:
     places = list(zip(GEMMA.of_layer, GEMMA.tensor_of_layer, strict=True))
     assert len(set(places)) == 26
     assert [layer for layer, group in enumerate(GEMMA.of_layer) if group == 0] == [5, 11, 17, 23]
-    assert group_layers((0, 0, 0)) == KVGroups((0,), (0, 0, 0), (0, 1, 2))
-    assert group_layers((9, 9)) == KVGroups((9,), (0, 0), (0, 1))
+    assert group_layers((0, 0, 0)) == KVGroups((0,), (0, 0, 0), (0, 1, 2), ((0,),))
+    assert group_layers((9, 9)) == KVGroups((9,), (0, 0), (0, 1), ((0,),))
 
 
 @pytest.mark.parametrize("windows", [(0, 5), (7,), (0, 0, 3), (2, 2, 0, 30), (0, -8), (-7, 0, -7)])
