@@ -6,6 +6,7 @@ model/checkpoint/config_file.py reads it from a folder's config.json; model/arch
 from dataclasses import dataclass
 from typing import Literal
 
+from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 from twostroke.model.shapes.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import (
     STATE_WINDOW,
@@ -117,51 +118,6 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class IndexSizes:
-    """Indexed attention (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1), in numbers a token.
-
-    Small heads score the tokens before a query, and the query attends to those with the highest scores. A token's key,
-    which these heads share, is cached behind its latent; of it as much turns as of the attention's own keys.
-    """
-
-    heads: int
-    key: int  # of a head's queries, and of the key
-    top_k: int  # tokens that a query attends to
-    sharing: frozenset[int] = frozenset()  # layers without an index, which attend to what the layer before them does
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
-
-    A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
-    turns, which all heads share: one row of `rank + rotary`, and behind them the index's key where there is one.
-    """
-
-    rank: int  # of the latent
-    rotary: int  # of a head's queries and keys, the part that turns
-    key: int  # of a head's queries and keys, the part that does not
-    value: int  # of a head
-    query_rank: int = 0  # of the queries' own latent, which is not cached; 0: they are made of the layer's input
-    index: IndexSizes | None = None  # None: queries attend to all tokens
-
-    @property
-    def query(self) -> int:
-        """Width of a head's queries as they are projected; the rotated part is the last."""
-        return self.key + self.rotary
-
-    @property
-    def attended(self) -> int:
-        """Width of the part of a cached row that attention reads."""
-        return self.rank + self.rotary
-
-    @property
-    def row(self) -> int:
-        """Width of a cached row."""
-        return self.attended + (0 if self.index is None else self.index.key)
-
-
-@dataclass(frozen=True)
 class DeltaSpec:
     """Parts of a layer that is a gated delta net, by their names within it. Its output's projection is `output`."""
 
@@ -175,17 +131,6 @@ class DeltaSpec:
     norm: str  # of a value head's output; it is no norm that adds one
     output: Projection
     by_key_heads: bool = False  # qkv and gate are one tensor, beta and decay another, each key head's rows together
-
-
-@dataclass(frozen=True)
-class IndexSpec:
-    """Parts of a layer's index, by their names within the layer."""
-
-    query: Projection  # of the queries' latent
-    key: Projection  # of the layer's input
-    key_norm: str  # a layer norm with a bias
-    weights: Projection  # of the layer's input: the weight of each head's scores
-    interleaves: bool  # as RopeConfig's, of what turns, which is the first of a head's queries and of the key
 
 
 @dataclass(frozen=True)
@@ -215,6 +160,17 @@ class ConvolutionSpec:
 
 
 StateSpec = DeltaSpec | MambaSpec | ConvolutionSpec
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """Parts of a layer's index, by their names within the layer."""
+
+    query: Projection  # of the queries' latent
+    key: Projection  # of the layer's input
+    key_norm: str  # a layer norm with a bias
+    weights: Projection  # of the layer's input: the weight of each head's scores
+    interleaves: bool  # as RopeConfig's, of what turns, which is the first of a head's queries and of the key
 
 
 @dataclass(frozen=True)
@@ -583,9 +539,9 @@ class ModelConfig(ModelShape):
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer
+        size = self.intermediate_size * (2 if layer in self.wide_layers else 1)
         if self.prefixes(layer)[1] is None:
             return None
-        size = self.intermediate_size * (2 if layer in self.wide_layers else 1)
         return MlpSpec(spec.gate, spec.up, spec.down, size) if experts is None else experts.shared
 
     def rotary_dim_of(self, layer: int) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from twostroke.model.backend import LayerNorm, Linear
 from twostroke.model.batch import BatchLayout
-from twostroke.model.config import IndexSizes
 from twostroke.model.costs.sizes import GATHERED_BYTES, MOST_SCORES
+from twostroke.model.shapes.latent_sizes import IndexSizes
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from twostroke.model.config import (
     ExpertNorms,
     ExpertsSpec,
     KVHeads,
-    LatentSizes,
     LatentSpec,
     LayerEmbeddingSpec,
     MlpSpec,
@@ -54,6 +53,7 @@ from twostroke.model.costs.sizes import head_name, of_expert, of_lm_head
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.expert_slots import make_places
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage, of_heads, shifted
+from twostroke.model.shapes.latent_sizes import LatentSizes
 
 Weight = Tensor | QuantizedWeight
 

@@ -5,22 +5,20 @@ Bytes are of weights, of KV and of the largest step, on each of the ranks that s
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from twostroke.model.config import (
     DeltaSpec,
     ExpertsSpec,
-    MambaSpec,
     ModelConfig,
     ModelShape,
     Projection,
     Quantization,
-    StateSpec,
     WeightForm,
 )
+from twostroke.model.costs.state_shapes import shapes_of, state_shapes
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
-from twostroke.model.shapes.state_sizes import DeltaSizes, StateSizes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
@@ -65,16 +63,16 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         layer, shapes = spec.layer, dict[str, tuple[int, ...]]()
         if (mlp := config.mlp_of(index)) is not None:
             parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
-            shapes |= _shapes_of(parts)
+            shapes |= shapes_of(parts)
         if (experts := config.experts_of(index)) is not None:
             shapes |= _shapes_of_experts(experts, hidden)
-        shapes |= _layer_embedding_shapes(config)
         around = ((prefix, layer.input_norm), (mlp_prefix, layer.mlp_norm))
         behind = ((prefix, layer.attention_norm), (mlp_prefix, layer.output_norm))
         for before, norm in (*around, *behind):
             if before is not None and norm is not None:
                 yield f"{before}{norm}.weight", (hidden,)
-        for before, of_part in ((prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)):
+        shapes_by_prefix = (prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)
+        for before, of_part in (*shapes_by_prefix, (prefix, _layer_embedding_shapes(config))):
             for name, shape in of_part.items():
                 yield f"{before}{name}", shape
 
@@ -83,7 +81,7 @@ def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
     """Return the shapes of a layer's attention, or of what keeps a state, by names within the layer."""
     layer = config.spec.layer
     if config.keeps_state(index):
-        return _state_shapes(config)
+        return state_shapes(config)
     owns_kv = config.kv_owner(index) == index
     norms = (
         *((norm, config.heads(index).dim) for norm in (layer.q_norm, layer.k_norm if owns_kv else None)),
@@ -96,7 +94,7 @@ def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]
         shapes[layer.sinks] = (config.num_heads,)
     if layer.output_scale is not None:
         shapes[layer.output_scale] = (1,)
-    return shapes | _shapes_of(_attention_projections(config, index)) | _index_shapes(config, index)
+    return shapes | shapes_of(_attention_projections(config, index)) | _index_shapes(config, index)
 
 
 def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -104,64 +102,18 @@ def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     parts, hidden = config.spec.layer_embedding, config.hidden_size
     if parts is None:
         return {}
-    shapes = _shapes_of([(parts.gate, parts.size, hidden), (parts.output, hidden, parts.size)])
+    shapes = shapes_of([(parts.gate, parts.size, hidden), (parts.output, hidden, parts.size)])
     return shapes | {f"{parts.norm}.weight": (hidden,)}
-
-
-def _state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer that keeps a state."""
-    parts, sizes, hidden = config.spec.layer.state, config.state, config.hidden_size
-    if parts is None or sizes is None:
-        return {}
-    shapes = _shapes_of([*_state_projections(parts, sizes, hidden), (parts.output, hidden, sizes.output_width)])
-    shapes[parts.conv] = (sizes.conv_width, 1, sizes.taps)
-    if isinstance(parts, DeltaSpec) and isinstance(sizes, DeltaSizes):
-        shapes |= dict.fromkeys((parts.decay_log, parts.decay_bias), (sizes.value_heads,))
-        return shapes | {f"{parts.norm}.weight": (sizes.value,)}
-    if not isinstance(parts, DeltaSpec) and parts.conv_bias is not None:
-        shapes[parts.conv_bias] = (sizes.conv_width,)
-    if isinstance(parts, MambaSpec):
-        shapes |= dict.fromkeys((parts.decay_log, parts.skip, parts.step_bias), (sizes.matrix[0],))
-        shapes[f"{parts.norm}.weight"] = (sizes.output_width,)
-    return shapes
-
-
-def _state_projections(parts: StateSpec, sizes: StateSizes, hidden: int) -> list[tuple[Projection, int, int]]:
-    """Return the projections of such a layer's input, with rows and columns."""
-    if not isinstance(parts, DeltaSpec):
-        return [(parts.inputs, sizes.input_width, hidden)]
-    heads, width = sizes.matrix[0], sizes.output_width
-    if parts.by_key_heads:
-        return [(parts.qkv, sizes.conv_width + width, hidden), (parts.beta, 2 * heads, hidden)]
-    return [
-        (parts.qkv, sizes.conv_width, hidden),
-        (parts.gate, width, hidden),
-        (parts.beta, heads, hidden),
-        (parts.decay, heads, hidden),
-    ]
-
-
-def _shapes_of(projections: Iterable[tuple[Projection | None, int, int]]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of projections given as (projection, rows, columns). Of several in one tensor the last one ends
-    it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for projection, rows, columns in projections:
-        if projection is None:
-            continue
-        shapes[f"{projection.name}.weight"] = (projection.first_row + rows, columns)
-        if projection.has_bias:
-            shapes[f"{projection.name}.bias"] = (projection.first_row + rows,)
-    return shapes
 
 
 def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of experts and of the router."""
     count = spec.routing.num_experts
-    shapes = _shapes_of([(spec.router, count, hidden)])
+    shapes = shapes_of([(spec.router, count, hidden)])
     if spec.correction is not None:
         shapes[spec.correction] = (count,)
     if spec.shared_gate is not None:
-        shapes |= _shapes_of([(spec.shared_gate, 1, hidden)])
+        shapes |= shapes_of([(spec.shared_gate, 1, hidden)])
     if spec.scales is not None:
         shapes[spec.scales] = (count,)
     if (norms := spec.norms) is not None:
@@ -184,7 +136,7 @@ def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int
     parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
     for expert in range(count):
         of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts if part is not None]
-        shapes |= _shapes_of(of_one)
+        shapes |= shapes_of(of_one)
     return shapes
 
 
@@ -225,7 +177,7 @@ def _index_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         (spec.key, sizes.key, config.hidden_size),
         (spec.weights, sizes.heads, config.hidden_size),
     )
-    return _shapes_of(projections) | {f"{spec.key_norm}.{part}": (sizes.key,) for part in ("weight", "bias")}
+    return shapes_of(projections) | {f"{spec.key_norm}.{part}": (sizes.key,) for part in ("weight", "bias")}
 
 
 def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:

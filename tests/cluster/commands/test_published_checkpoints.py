@@ -232,14 +232,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "MiniMax-M2": (MINIMAX_M2, 228_689_764_864, 11_030_553_088, 248 * 1024),
     "Mistral 4 (text alone)": (MISTRAL_SMALL_4, 118_972_826_624, 6_632_588_288, 36 * 320 * 2),
     "DeepSeek-V3 (text alone)": (KIMI_K2_5, 1_026_408_232_448, 32_861_500_928, 61 * 576 * 2),
-    "DeepSeek-V3.2": (DEEPSEEK_V3_2, 671_877_944_064, 38_403_822_336, 61 * 704 * 2),
-    "GLM-5": (GLM_5, 743_911_218_432, 41_784_728_832, 78 * 704 * 2),
     "Granite 4": (GRANITE_4_H_SMALL, 32_207_337_984, 8_803_121_664, 16 * 1024),
     "Nemotron-H": (NEMOTRON_H_8B, 8_100_852_736, 8_100_852_736, 16 * 1024),
     "Nemotron-H, with experts": (NEMOTRON_3_NANO, 31_577_940_288, 3_580_076_352, 6 * 1024),
     "Bamba": (BAMBA_9B, 9_780_235_392, 9_780_235_392, 12 * 1024),
     "LFM2": (LFM2_1_2B, 1_170_340_608, 1_170_340_608, 12 * 1024),
     "LFM2-MoE": (LFM2_8B_A1B, 8_339_930_560, 1_557_740_992, 12 * 1024),
+    "DeepSeek-V3.2": (DEEPSEEK_V3_2, 671_877_944_064, 38_403_822_336, 61 * 704 * 2),
+    "GLM-5": (GLM_5, 743_911_218_432, 41_784_728_832, 78 * 704 * 2),
 }
 """config.json by family, with the number of parameters, that of a token's, and bytes of KV a token in bf16."""
 

@@ -20,8 +20,8 @@ DERIVED = {"qk_head_dim"}
 UNUSED = {
     "deepseek_v2": {"norm_topk_prob"},
     **{key: {"num_nextn_predict_layers"} for key in ("deepseek_v3", "kimi_k25")},
-    **{key: {"mlp_bias"} for key in ("deepseek_v32", "glm_moe_dsa")},
     "nemotron_h": {"sliding_window", "expand", "mamba_proj_bias", "time_step_limit", "num_nextn_predict_layers"},
+    **{key: {"mlp_bias"} for key in ("deepseek_v32", "glm_moe_dsa")},
     **{key: {"attn_logit_softcapping", "_sliding_window_pattern"} for key in ("gemma3_text", "gemma3")},
 }
 """Fields that a class has, and that transformers' modules do not read."""
