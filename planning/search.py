@@ -127,7 +127,7 @@ def _profile(
         name=f"{hardware.name} x{machine.ranks} {quantization}{' cp' if machine.shares_contexts else ''}",
         costs=step_costs(machine, shape, workload.mean_context, terms.step_tokens),
         kv_tokens=int(room.rows / rows * held),
-        kv_bytes=layout.token_bytes * layout.groups.share_sent(prompt),
+        kv_bytes=layout.sent_bytes(round(prompt)) / round(prompt),
         link_bytes_per_s=terms.link_bytes_per_s * machine.ranks,
         num_layers=layout.num_layers,
         step_tokens=terms.step_tokens,

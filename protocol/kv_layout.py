@@ -140,12 +140,6 @@ class KVGroups:
         kept = sum(min(rows, self.most_rows(group, block_size, 1)) for group in self.windowed)
         return rows * block_size / (rows * (self.count - len(self.windowed)) + kept)
 
-    def share_sent(self, num_tokens: float = TYPICAL_TOKENS) -> float:
-        """Return the part of the KV of so many tokens, over all layers, that a transfer sends."""
-        windows = self.layer_windows
-        parts = [num_tokens % -window if window < 0 else min(num_tokens, window or num_tokens) for window in windows]
-        return sum(parts) / num_tokens / len(windows)
-
 
 @lru_cache
 def group_layers(windows: tuple[int, ...], parts: tuple[int, ...] = ()) -> KVGroups:
@@ -286,6 +280,14 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     def token_bytes(self) -> int:
         """Bytes of one token in all layers and heads, heads that several ranks hold counted once."""
         return self.kinds * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def sent_bytes(self, num_tokens: int) -> int:
+        """Return the bytes that a transfer of a prompt of so many tokens sends, heads that several ranks hold counted
+        once: whole blocks, and of layers with a window or a state those that follow-ups need."""
+        rows = -(-num_tokens // self.block_size)
+        windows = self.windows or (0,) * self.num_layers
+        blocks = sum(rows - first_seen(window, num_tokens) // self.block_size for window in windows)
+        return blocks * self.block_size * self.token_bytes // self.num_layers
 
     def first_head(self, rank: int) -> int:
         """The first of the model's KV heads that `rank` holds."""

@@ -103,7 +103,7 @@ class Doctor:
             "transport": large.transport,
             "why": large.why,
             "missing": large.missing,
-            "bytes_per_s": num_tokens * token_bytes * source.layout.groups.share_sent(num_tokens) / max(seconds, 1e-9),
+            "bytes_per_s": source.layout.sent_bytes(num_tokens) / max(seconds, 1e-9),
             "round_trip_s": median(small.seconds),
             "error": None,
         }

@@ -220,8 +220,7 @@ def _end(exchange: HttpExchange, stages: SequenceStages) -> str:
 
 def _kv_bytes(info: WorkerInfo, num_tokens: int) -> int:
     """Return the bytes of so many tokens' KV as it is stored; an encoding makes it less on the wire."""
-    layout = info.layout
-    return round(layout.token_bytes * num_tokens * layout.groups.share_sent(max(1, num_tokens)))
+    return info.layout.sent_bytes(num_tokens)
 
 
 def _ms(seconds: float | None) -> float | None:

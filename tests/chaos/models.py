@@ -29,6 +29,8 @@ gemma3     windows in turns with a full layer
 qwen3-fp8  weights in FP8 by blocks
 deepseek   latents, and experts in groups beside a shared one, the first layer without
 qwen3.5    states of gated delta nets beside the KV of every fourth layer
+gemma4     wide heads in full layers, the last layers without KV of their own, embeddings for each layer
+llama4     attention within chunks in turns with a full layer, experts in every second
 gpt-oss    windows and sinks in turns with full layers, experts everywhere
 """
 NAMES = ("bundled", "smollm2", *_SHAPES)

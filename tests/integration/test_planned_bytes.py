@@ -15,7 +15,7 @@ from twostroke.model.costs.sizes import fit, num_parameters, weight_bytes
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 
 BLOCK = 16
-LENGTHS = (2 * BLOCK, 4 * BLOCK, 8 * BLOCK)  # whole blocks, since no less is sent
+LENGTHS = (BLOCK, 40, 100, 8 * BLOCK + 1)
 MODELS: dict[str, dict[str, Any]] = {
     "keys and values": {},
     "tied, biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -23,6 +23,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "chunks": FAMILY_SHAPES["llama4"] | {"attention_chunk_size": 2 * BLOCK, "floor_scale": 16},
     "wide heads, shared keys": FAMILY_SHAPES["gemma4"] | {"sliding_window": 4 * BLOCK},
     "fewer and wider heads": FAMILY_SHAPES["gemma4_large"] | {"sliding_window": 4 * BLOCK},
+    "states of delta nets": FAMILY_SHAPES["qwen3_5"],
+    "states of Mamba-2": FAMILY_SHAPES["granite4"],
+    "states of convolutions": FAMILY_SHAPES["lfm2"],
     "latents, experts": FAMILY_SHAPES["deepseek_v3_experts"],
     "latents and an index": FAMILY_SHAPES["glm_moe_dsa"],
     "experts": FAMILY_SHAPES["qwen3_moe"],
@@ -32,7 +35,7 @@ ITEMSIZE = 4  # fp32
 
 def planned(config: ModelConfig, parallel: ParallelForm = ONE_RANK) -> Any:
     weights = weight_bytes(config, ITEMSIZE, "none", parallel=parallel)
-    sizes = {"itemsize": ITEMSIZE, "kv_itemsize": ITEMSIZE, "memory": 1 << 30}
+    sizes = {"itemsize": ITEMSIZE, "kv_itemsize": ITEMSIZE, "memory": 1 << 31}
     return fit(config, weights, parallel=parallel, **sizes)
 
 
@@ -63,10 +66,7 @@ async def test_weights_cache_and_wire_take_the_bytes_that_were_calculated(model:
         row = cache.block_size  # tokens
         assert found.kv_bytes_per_token == of_block * (groups.count - len(groups.windowed)) // row
         assert found.rows == found.cache_bytes // (of_block * found.row_tokens // row)
-        expected = sum(
-            round(cache.layout.token_bytes * groups.share_sent(len(prompt)) * len(prompt)) for prompt in prompts
-        )
-        assert await sent_bytes(served, prompts) == expected
+        assert await sent_bytes(served, prompts) == sum(cache.layout.sent_bytes(len(prompt)) for prompt in prompts)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,5 @@ async def test_ranks_are_sent_the_latents_that_they_are_to_hold(shares_context: 
             if peer.worker_id.startswith("decode")
         )
         assert cache.block_bytes * len(cache.tensors) == found.kv_bytes_per_token * BLOCK
-        assert await sent_bytes(served, prompts) == 2 * found.kv_bytes_per_token * sum(LENGTHS)
+        blocks = sum(-(-length // BLOCK) for length in LENGTHS)
+        assert await sent_bytes(served, prompts) == 2 * found.kv_bytes_per_token * blocks * BLOCK

@@ -154,5 +154,5 @@ def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: 
             sum(cut.share.below(tokens // cut.unit_tokens) - first[layer] for layer in lane.layers) * cut.unit_bytes
         )
     copies = max(1, ranks[1] // shape.num_kv_heads)
-    assert carried == round(tokens * source.token_bytes * source.groups.share_sent(tokens)) * copies
+    assert carried == source.sent_bytes(tokens) * copies
     assert source.token_bytes == 2 * shape.kv_values
