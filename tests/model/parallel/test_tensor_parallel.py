@@ -193,7 +193,8 @@ def test_every_rank_copies_its_part_of_a_prompts_end(shape: str, shares_context:
         assert copied == alone
         for one in together.runners:
             cache = one._kv_cache.tensors[0]
-            assert torch.equal(cache[1], cache[2])
+            # One row's product need not be rounded as that of a whole prompt's rows.
+            torch.testing.assert_close(cache[2], cache[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -511,9 +512,9 @@ def test_each_rank_measures_its_largest_step_over_a_cache_of_its_own_heads(
     heads: list[int] = []
 
     def measure(
-        decoder: Decoder, sampler: Any, kv_cache: KVCache, config: EngineConfig, max_context: int, parallel: Any
+        decoder: Decoder, sampler: Any, kv_cache: KVCache, config: EngineConfig, *contexts_and_parallel: Any
     ) -> GpuMemory:
-        runner = ModelRunner(decoder, sampler, kv_cache, 64, parallel=parallel)
+        runner = ModelRunner(decoder, sampler, kv_cache, 64, parallel=contexts_and_parallel[-1])
         runner.run(largest_batch(config.bounds, kv_cache.block_size, 64))
         heads.append(kv_cache.tensors[0].shape[2])
         kv_cache.close()
