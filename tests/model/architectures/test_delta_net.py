@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.architectures.delta_net import CHUNK, delta_rule
+from twostroke.model.architectures.delta_net import CHUNK, delta_rule, inverse_of_unit_lower
 from twostroke.model.shapes.state_sizes import DeltaSizes
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key=8, value=6, taps=4)
@@ -38,3 +38,15 @@ def test_chunks_give_what_the_recurrence_gives(count: int) -> None:
     expected, last = recurrence(q, k, v, beta, decay, matrix)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 37, 64])
+@pytest.mark.parametrize("is_worst", [False, True])
+def test_systems_are_inverted_as_torch_solves_them(size: int, is_worst: bool) -> None:
+    """The worst system is that of a token repeated without decay: its powers would be beyond fp32."""
+    lower = torch.rand(2, 3, size, size) - 0.5
+    if is_worst:
+        lower = torch.ones(2, 3, size, size)
+    identity = torch.eye(size, dtype=torch.float64).expand(2, 3, size, size)
+    expected = torch.linalg.solve_triangular(lower.double(), identity, upper=False, unitriangular=True)
+    torch.testing.assert_close(inverse_of_unit_lower(lower).double(), expected, rtol=1e-4, atol=1e-4)
