@@ -97,6 +97,19 @@ async def test_a_prompt_that_shares_a_beginning_computes_the_rest_alone(folder: 
     assert computed == len(PROMPTS[-2])
 
 
+@pytest.mark.parametrize("shape", ["qwen3_5", "granite4"])
+async def test_of_4096_shared_tokens_less_than_a_block_is_computed_again(shape: str, write_checkpoint: Any) -> None:
+    folder = write_checkpoint(seed=3, **FAMILY_SHAPES[shape] | {"max_position_embeddings": 8192})
+    shared, first, second = random_prompts(96, 2, (4096, 33, 50))
+    async with serve(folder, replace(PLENTY, num_blocks=4096)) as served:
+        await served.generate(shared + first, 4, GREEDY)
+        stats = served.fleet.stats
+        before, block = stats("decode").computed_tokens, served.fleet.infos[0].layout.block_size
+        answer = await served.generate(shared + second, 4, GREEDY)
+        computed = stats("decode").computed_tokens - before
+    assert computed < len(second) + block + len(answer)
+
+
 async def test_states_are_not_encoded(folder: Path) -> None:
     with pytest.raises(ConfigError, match="encoding: int8 is for keys and values"):
         async with serve(folder, replace(PLENTY, transport="tcp", transfers=TransferConfig(encoding="int8"))):
