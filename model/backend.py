@@ -218,7 +218,7 @@ class Experts(Protocol):
 class StateKernels(Protocol):
     """A device's kernels for layers that keep a state (model/architectures/states.py)."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for results, which a recorded step may keep."""
 
     def step(

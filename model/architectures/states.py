@@ -75,7 +75,7 @@ class StateMixer(ABC, Generic[W]):
         if self._kernels is None:
             out = torch.empty(shape, dtype=dtype, device=x.device)
         else:
-            out = self._kernels.empty(shape, dtype)
+            out = self._kernels.empty(shape, dtype, x.device)
         if first and self._kernels is not None:
             self._kernels.step(self.weights, products, kv_layer, layout, out)
         elif first:

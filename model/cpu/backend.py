@@ -42,8 +42,9 @@ class CpuStates:
     def __init__(self, launcher: Launcher):
         self._launcher = launcher
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Implement StateKernels.empty."""
+        del device
         return self._launcher.empty(shape, dtype)
 
     def step(

@@ -52,6 +52,7 @@ from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.cuda.latents import CudaLatentAttention
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
+from twostroke.model.cuda.states import CudaStates
 from twostroke.model.parallel.context_parts import ContextParts
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
@@ -358,7 +359,7 @@ class CudaBackend:
     write_latents = staticmethod(write_latents)
     write_index_keys = staticmethod(reference.write_index_keys)  # torch's kernels
 
-    state_kernels = None  # torch's kernels compute layers that keep a state
+    state_kernels = CudaStates()
 
     group_square_sums = staticmethod(reference.group_square_sums)
     norm_groups = staticmethod(reference.norm_groups)

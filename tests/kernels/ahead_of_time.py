@@ -28,10 +28,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from twostroke.model.backend import AttentionForm, ExpertPlaces, ExpertWeights, HeadNorms, LatentHeads, RowNorms
+from twostroke.model.architectures.delta_net import DeltaWeights
+from twostroke.model.architectures.mamba import MambaWeights
+from twostroke.model.architectures.short_convolution import ConvolutionWeights
+from twostroke.model.architectures.states import StateWeights
+from twostroke.model.backend import (
+    AttentionForm,
+    ExpertPlaces,
+    ExpertWeights,
+    GroupNorm,
+    HeadNorms,
+    LatentHeads,
+    RowNorms,
+)
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, Quantization, Routing
+from twostroke.model.cpu.linears import PlainLinear
 from twostroke.model.cuda.backend import CudaBackend, CudaLinear, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels import launch as launches
 from twostroke.model.cuda.kernels.device_sampling import (
@@ -55,6 +68,8 @@ from twostroke.model.cuda.kernels.kv_units import (
 from twostroke.model.cuda.kernels.latents import latent_decode, latent_decode_config
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
 from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
+from twostroke.model.cuda.states import CudaStates
+from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 
 TARGETS = {80: A100, 89: GpuTarget.of((8, 9), 142), 90: H100, 100: B200}
 
@@ -152,6 +167,38 @@ def elementwise(capability: int) -> None:
     qkv = empty(tokens, (32 + 2 * groups) * 128)
     backend.norm_rows(qkv, backend.square_sums(qkv, row_norms), row_norms)
     backend.soft_cap(empty(64, 256_000, dtype=torch.float32), 30.0)
+
+
+def states(capability: int) -> None:
+    """Single tokens of layers that keep a state, in bf16, in sizes of Qwen3-Next, Nemotron Nano, Falcon-H1
+    and LFM2."""
+    del capability
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def step(weights: StateWeights, steps: int, kv_heads: int = 2) -> None:
+        sizes = weights.sizes
+        inputs = empty(1003, sizes.input_width - steps, dtype=torch.bfloat16)
+        products = (inputs, empty(1003, steps)) if steps else (inputs,)
+        numbers = max(sizes.numbers_in(kind, kv_heads) for kind in (0, 1))
+        kv_layer = empty(64, 2, kv_heads, -(-numbers // 2048) * 16, 256, dtype=torch.bfloat16)
+        out = empty(
+            1003, sizes.output_width, dtype=torch.float32 if isinstance(weights, MambaWeights) else torch.bfloat16
+        )
+        CudaStates().step(weights, products, kv_layer, _layout(1003, 16), out)
+
+    delta = DeltaSizes(key_heads=16, value_heads=32, key=128, value=128, taps=4)
+    no_product = PlainLinear(empty(1, 1), None)
+    heads, conv = [empty(32), empty(32)], empty(delta.conv_width, 4)
+    step(DeltaWeights(no_product, no_product, conv, *heads, norm=empty(128), eps=1e-6, sizes=delta), steps=64)
+    for mamba in (MambaSizes(128, 80, 128, groups=8, taps=4), MambaSizes(24, 64, 256, groups=1, taps=4)):
+        heads, conv = [empty(mamba.heads)] * 3, empty(mamba.conv_width, 4)
+        norm, limits = GroupNorm(empty(mamba.output_width), mamba.output_width, 1e-5), (0.0, float("inf"))
+        of_layer = MambaWeights(no_product, no_product, conv, empty(mamba.conv_width), *heads, limits, norm, mamba)
+        step(of_layer, steps=mamba.heads, kv_heads=8)
+    convolution = ConvolutionSizes(channel_count=2048, taps=3)
+    step(ConvolutionWeights(no_product, empty(2048, 3), None, convolution), steps=0, kv_heads=8)
 
 
 def peer_sums(capability: int) -> None:
@@ -353,6 +400,7 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "attention_over_fp8": attention_over_fp8,
     "latents": latents,
     "elementwise": elementwise,
+    "states": states,
     "projections": projections,
     "grouped_projections": grouped_projections,
     "fp8_projections": fp8_projections,

@@ -12,7 +12,14 @@ import pytest
 from tests.kernels.ahead_of_time import FAMILIES, TARGETS, compile_family
 
 LIMIT_S = 240.0
-EARLY = {"rms_norm_kernel", "gemm_kernel", "rope_kv_kernel", "decode_attention_kernel", "merge_segments_kernel"}
+OF_STATES = {"convolution_kernel", "delta_step_kernel", "mamba_step_kernel", "convolution_gate_kernel"}
+EARLY = {
+    "rms_norm_kernel",
+    "gemm_kernel",
+    "rope_kv_kernel",
+    "decode_attention_kernel",
+    "merge_segments_kernel",
+} | OF_STATES
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # a program's most
 
 
@@ -132,6 +139,19 @@ def test_elementwise_kernels_compile_to_wide_loads(family: str, capability: int,
     )
     for kernel in kernels:
         assert kernel["wide_loads"] or kernel["kernel"] == "rope_kv_kernel", kernel
+
+
+@compiled_for("states")
+def test_steps_of_states_compile_to_wide_loads_and_programs_that_share_a_multiprocessor(
+    family: str, capability: int, compiled: Compiled
+) -> None:
+    kernels = compiled(family, capability)
+    assert names(kernels) == OF_STATES
+    for kernel in kernels:
+        # The convolution's numbers lie in threes.
+        assert kernel["wide_loads"] or kernel["kernel"] == "convolution_kernel", kernel
+        # Two programs of 256 threads, which hold a matrix each.
+        assert kernel["registers"] <= 128 or capability < 90, kernel
 
 
 @compiled_for("peer_sums")

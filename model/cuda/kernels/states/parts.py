@@ -1,0 +1,214 @@
+"""Common parts of the kernels of layers with a state: blocks of a decode step's rows, and the short convolution.
+
+A state is read from the block of the token before and written into that of its own, which mostly are the same. A layer
+takes two launches. The convolution only reads the number of tokens that a state has seen, and makes NaN of a state of
+other tokens. The layer's own kernel, which needs all of a head's convolved channels, writes the number.
+
+The last rows of a captured step may be copies of one sequence (model/cuda/graphs.py). All programs of a launch run at
+once, so a copy would meet a state that has been rewritten. Only the first of equal rows computes, and writes the
+results of all: a block is written for one sequence alone, so equal rows are those with the same one.
+
+Reference: model/architectures/states.py.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twostroke.model.architectures.states import StateWeights
+from twostroke.model.batch import BatchLayout
+from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
+from twostroke.model.shapes.state_sizes import StateSizes
+
+_BLOCK = 256  # channels of a program, which reads and writes taps - 1 numbers of each
+_BLOCK_WARPS = 4
+_THREAD_NUMBERS = 64
+"""Numbers of a matrix that a thread holds in registers: two programs of a 128 x 128 matrix share a multiprocessor."""
+
+
+@triton.jit
+def target_of(tables, positions, row, table_stride, BLOCK_SIZE: tl.constexpr):
+    """Return the block of a row's token, which is written."""
+    return tl.load(tables + row * table_stride + tl.load(positions + row) // BLOCK_SIZE).to(tl.int64)
+
+
+@triton.jit
+def source_of(tables, row, position, table_stride, BLOCK_SIZE: tl.constexpr):
+    """Return the block of the token before, whose state is read; any block for a first token."""
+    return tl.load(tables + row * table_stride + tl.maximum(position - 1, 0) // BLOCK_SIZE).to(tl.int64)
+
+
+@triton.jit
+def is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE: tl.constexpr):
+    """Tell whether the row before is the same sequence."""
+    before = target_of(tables, positions, tl.maximum(row - 1, 0), table_stride, BLOCK_SIZE)
+    return (row > 0) & (before == target)
+
+
+@triton.jit
+def store_for_copies(
+    out, found, inside, row, target, tables, positions, table_stride, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Store numbers at `out` + row * WIDTH, and the same for the copies that follow the row."""
+    last = tl.num_programs(0) - 1
+    is_same = True
+    while is_same:
+        tl.store(out + row * WIDTH, found.to(out.dtype.element_ty), mask=inside)
+        row += 1
+        following = target_of(tables, positions, tl.minimum(row, last), table_stride, BLOCK_SIZE)
+        is_same = (row <= last) & (following == target)
+
+
+@triton.jit
+def part_of(cache, block, kind, kv_head, KV_HEADS: tl.constexpr, PART: tl.constexpr):
+    """Return the address of a block's part for a kind and a KV head, of PART fp32 numbers."""
+    return cache + ((block * 2 + kind) * KV_HEADS + kv_head) * PART
+
+
+@triton.jit
+def matrix_offsets(
+    inside,
+    ROWS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMNS_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return where a matrix [ROWS, COLUMNS] lies behind its KV head's part of the first kind, which has half of the
+    rows, and which of these places are real. `inside`: the place of its head in the part."""
+    rows, columns = tl.arange(0, ROWS_PADDED)[:, None], tl.arange(0, COLUMNS_PADDED)[None, :]
+    half: tl.constexpr = ROWS // 2
+    places = rows // half * (KV_HEADS * PART) + (inside * half + rows % half) * COLUMNS + columns
+    return places, (rows < ROWS) & (columns < COLUMNS)
+
+
+@triton.jit
+def count_token(
+    cache, target, kv_head, position, number, SEEN: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr
+):
+    """Write the number of tokens that a KV head's state has seen: none where the convolution's `number` is NaN."""
+    seen = tl.where(number == number, position + 1.0, float("nan"))
+    tl.store(part_of(cache, target, 1, kv_head, KV_HEADS, PART) + SEEN, seen)
+
+
+@triton.jit
+def soft_plus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit(do_not_specialize=["positions", "tables", "table_stride"])
+def convolution_kernel(
+    inputs,
+    conv,
+    bias,
+    channels,
+    cache,
+    tables,
+    positions,
+    convolved,
+    table_stride,
+    COLUMNS: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    TAPS_PADDED: tl.constexpr,
+    KEPT_0: tl.constexpr,
+    KEPT_1: tl.constexpr,
+    MATRICES: tl.constexpr,
+    SEEN: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Programs (row, block's part, BLOCK of its KEPT channels): the SiLU of the convolution of input columns from FIRST
+    on, and the last inputs moved on by one. Where it HAS_GATES, it convolves the products of those columns with the
+    columns 2 * WIDTH behind, without SiLU."""
+    await_inputs(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
+    if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
+        return
+    position = tl.load(positions + row)
+    source = source_of(tables, row, position, table_stride, BLOCK_SIZE)
+    kv_head, kind = tl.program_id(1) // 2, tl.program_id(1) % 2
+    kept = tl.where(kind == 0, KEPT_0, KEPT_1)
+    at, tap = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAPS_PADDED)[None, :]
+    real = at < kept
+    channel = tl.load(channels + kind * (KV_HEADS * KEPT_0) + kv_head * kept + at, mask=real, other=0)
+    places = MATRICES + at[:, None] * (TAPS - 1) + tap
+    before = part_of(cache, source, kind, kv_head, KV_HEADS, PART) + places
+    after = part_of(cache, target, kind, kv_head, KV_HEADS, PART) + places - 1
+    column = inputs + row * COLUMNS + FIRST + channel
+    new = tl.load(column, mask=real, other=0.0).to(tl.float32)
+    if HAS_GATES:
+        new *= tl.load(column + 2 * WIDTH, mask=real, other=0.0).to(tl.float32)
+    window = tl.load(before, mask=real[:, None] & (tap < TAPS - 1) & (position > 0), other=0.0)
+    window = tl.where(tap == TAPS - 1, new[:, None], window)
+    factors = tl.load(conv + channel[:, None] * TAPS + tap, mask=real[:, None] & (tap < TAPS), other=0.0)
+    total = tl.sum(window * factors, axis=1)
+    tl.debug_barrier()  # a number may be written by another thread than the one that reads it
+    tl.store(after, window, mask=real[:, None] & (tap > 0) & (tap < TAPS))
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=real, other=0.0)
+    seen = tl.load(part_of(cache, source, 1, kv_head, KV_HEADS, PART) + SEEN)
+    known = tl.where((position == 0) | (seen == position.to(tl.float32)), 1.0, float("nan"))
+    if not HAS_GATES:
+        total *= tl.sigmoid(total)
+    tl.store(convolved + row * WIDTH + channel, total * known, mask=real)
+
+
+def convolve(
+    inputs: Tensor,
+    first: int,
+    weights: StateWeights,
+    cache: Tensor,
+    layout: BatchLayout,
+    form: dict[str, int],
+    *,
+    has_gates: bool = False,
+) -> Tensor:
+    """Return the results of the convolution, fp32 [decodes, conv width], NaN for states of other tokens, and move its
+    last inputs on. Arguments are those of its kernel; `cache` and `form` are those of `numbers_of`."""
+    sizes, count, kv_heads = weights.sizes, layout.num_decodes, form["KV_HEADS"]
+    convolved = torch.empty((count, sizes.conv_width), dtype=torch.float32, device=inputs.device)
+    kept, bias = [len(sizes.channels(kind, 0, kv_heads)) for kind in (0, 1)], weights.conv_bias
+    convolution_kernel[(count, 2 * kv_heads, triton.cdiv(max(kept), _BLOCK))](
+        inputs, weights.conv, weights.conv if bias is None else bias, _channels(sizes, kv_heads, inputs.device), cache,
+        layout.block_tables, layout.positions, convolved, layout.block_tables.stride(0),
+        COLUMNS=inputs.shape[1], FIRST=first, WIDTH=sizes.conv_width, TAPS=sizes.taps,
+        TAPS_PADDED=power_of_two(sizes.taps), KEPT_0=kept[0], KEPT_1=kept[1],
+        MATRICES=sizes.matrix_numbers_in(kv_heads), HAS_BIAS=bias is not None, HAS_GATES=has_gates, BLOCK=_BLOCK,
+        **form, num_warps=_BLOCK_WARPS, **dependent_launch(inputs),
+    )  # fmt: skip
+    return convolved
+
+
+def numbers_of(kv_layer: Tensor, sizes: StateSizes) -> tuple[Tensor, dict[str, int]]:
+    """Return the cache's tensor as fp32 numbers of parts, and what kernels must know of its form."""
+    numbers = kv_layer.view(*kv_layer.shape[:3], -1).view(torch.float32)
+    kv_heads = kv_layer.shape[2]
+    seen = sizes.numbers_in(1, kv_heads) - 1
+    return numbers, {"KV_HEADS": kv_heads, "PART": numbers.shape[3], "BLOCK_SIZE": kv_layer.shape[3], "SEEN": seen}
+
+
+def matrix_warps(rows: int, columns: int) -> int:
+    """Return the warps of a program that holds a matrix."""
+    return max(1, min(16, power_of_two(rows) * power_of_two(columns) // (32 * _THREAD_NUMBERS)))
+
+
+@lru_cache
+def _channels(sizes: StateSizes, kv_heads: int, device: torch.device) -> Tensor:
+    """Return the channels of all KV heads' parts of the first kind, then of the second."""
+    return torch.tensor(
+        [place for kind in (0, 1) for head in range(kv_heads) for place in sizes.channels(kind, head, kv_heads)],
+        dtype=torch.int32,
+        device=device,
+    )
