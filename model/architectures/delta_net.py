@@ -143,13 +143,14 @@ def inverse_of_unit_lower(lower: Tensor) -> Tensor:
     step = _ROWS
     while step < whole:
         below = _diagonal_blocks(padded, 2 * step)[..., step:, :step]
-        first, second = found.unflatten(1, (-1, 2)).unbind(2)
+        first, second = found.view(len(found), -1, 2, step, step).unbind(2)
         found = functional.pad(torch.cat((first, -(second @ below @ first)), dim=2), (0, step))
         found[..., step:, step:] = second
         step *= 2
-    return found[:, 0, :size, :size].unflatten(0, lower.shape[:-2])
+    return found[:, 0, :size, :size].reshape(lower.shape)
 
 
 def _diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
     """[N, C, C] -> [N, C / size, size, size]."""
-    return matrices.unflatten(2, (-1, size)).unflatten(1, (-1, size)).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
+    count, number = len(matrices), matrices.shape[1] // size
+    return matrices.view(count, number, size, number, size).diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2)
