@@ -25,7 +25,7 @@ from twostroke.protocol.errors import ConfigError
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
-MOST_LAYERS, MOST_EXPERTS = 1000, 4096
+MOST_LAYERS, MOST_EXPERTS, MOST_CHANNELS = 1000, 4096, 2**20
 """More than any model has: a file that says more is damaged, and its tensors' names alone would fill the memory."""
 _MOST_INTEGER = 2**53
 _MOST_NUMBER = 1e18  # so that products of a few are finite in fp32, too

@@ -7,6 +7,7 @@ checkpoints, which see images, too, the text's part is served.
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_CHANNELS,
     ConfigFields,
     Defaults,
     Family,
@@ -85,8 +86,8 @@ def _read_sizes(fields: ConfigFields, num_kv_heads: int) -> DeltaSizes:
         raise fields.error(
             "linear_num_key_heads", f"{sizes.key_heads} is no multiple of num_key_value_heads, which is {num_kv_heads}"
         )
-    if sizes.key % 2 or sizes.taps < 2:
-        raise fields.error("linear_key_head_dim", f"{sizes.key} with {sizes.taps} taps is not supported")
+    if sizes.key % 2 or sizes.taps < 2 or sizes.conv_width > MOST_CHANNELS:
+        raise fields.error("linear_key_head_dim", f"{sizes.conv_width} channels of {sizes.taps} taps, with keys of {sizes.key}, are not supported")
     return sizes
 
 
