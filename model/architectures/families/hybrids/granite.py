@@ -49,7 +49,9 @@ def check_sizes(fields: ConfigFields, sizes: MambaSizes, kv_heads: int, *, heads
     if sizes.groups % kv_heads and kv_heads % sizes.groups:
         raise fields.error(groups, f"{sizes.groups} and num_key_value_heads, {kv_heads}: one must divide the other")
     if sizes.head % 2 or sizes.taps < 2 or sizes.conv_width > MOST_CHANNELS:
-        raise fields.error(heads, f"{sizes.heads} heads of {sizes.head} numbers and {sizes.taps} taps are not supported")
+        raise fields.error(
+            heads, f"{sizes.heads} heads of {sizes.head} numbers and {sizes.taps} taps are not supported"
+        )
     return sizes
 
 
