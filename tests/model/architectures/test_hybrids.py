@@ -84,6 +84,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"conv_L_cache": 1}, "hidden_size: 32 channels of 1 taps are not shared out"),
     ("lfm2", {"hidden_size": 2**40}, "hidden_size: 1099511627776 channels of 4 taps are not shared out"),
     ("nemotron_h", {"mamba_num_heads": 2**40}, "mamba_num_heads: 1099511627776 heads of 16 numbers"),
+    ("qwen3_5", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: 'gelu_pytorch_tanh' is not supported here"),
     ("qwen3_5", {"linear_value_head_dim": 2**40}, "linear_key_head_dim: 4398046511136 channels of 4 taps"),
     ("lfm2", {"full_attn_idxs": []}, "layer_types: a model without any layer that attends"),
     ("lfm2_moe", {"num_dense_layers": 2**40}, "num_dense_layers: 1099511627776 is more than any model has"),

@@ -50,6 +50,8 @@ def _read(fields: ConfigFields, family: str, delta: DeltaSpec) -> ModelConfig:
         raise fields.error("attention_bias", "biases of gated attention are not supported")
     spec = decoder_spec(family, has_head_norms=True)
     config = read_decoder(fields, replace(spec, norms_add_one=True), _DEFAULTS)
+    if config.activation != "silu":  # which the convolution takes, too
+        raise fields.error("hidden_act", f"{fields.value('hidden_act')!r} is not supported here, only 'silu' is")
     layer = replace(spec.layer, gates_output=True, state=delta)
     return replace(
         config,
