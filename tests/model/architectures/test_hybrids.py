@@ -54,6 +54,19 @@ def limit_steps(folder: Path, limits: list[Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"time_step_limit": limits}))
 
 
+@pytest.mark.parametrize(
+    ("shape", "unread"),
+    [
+        ("lfm2", {"rms_norm_eps": 0.5, "hidden_act": "gelu_pytorch_tanh"}),
+        ("lfm2_moe", {"rms_norm_eps": 0.5, "hidden_act": "gelu_pytorch_tanh"}),
+        ("nemotron_h", {"rms_norm_eps": 0.5}),
+    ],
+)
+def test_fields_that_transformers_does_not_read_change_nothing(shape: str, unread: dict[str, Any]) -> None:
+    raw = TINY | FAMILY_SHAPES[shape]
+    assert parse_model_config(raw | unread, "config.json") == parse_model_config(raw, "config.json")
+
+
 M, A = "mamba", "attention"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite4", {"layer_types": [M] * 4}, "layer_types: a model without any layer that attends"),

@@ -45,11 +45,13 @@ def _spec(family: str, conv_bias: bool) -> DecoderSpec:
 
 def _read(fields: ConfigFields, family: str) -> ModelConfig:
     """Read what both have, an MLP in each layer. Raises ConfigError."""
-    fields = fields.over({"rms_norm_eps": fields.number("norm_eps", default=1e-5)})
     spec = _spec(family, fields.boolean("conv_bias", default=False))
     config = read_decoder(fields, spec, Defaults(rope_theta=1e6, max_position=128_000, is_tied=True))
     is_tied = fields.boolean("tie_embedding", default=config.tie_word_embeddings)
-    return _with_convolutions(fields, replace(config, tie_word_embeddings=is_tied))
+    eps = fields.number("norm_eps", default=1e-5)
+    # Whatever other fields say of activations and of norms, which transformers doesn't read here.
+    config = replace(config, tie_word_embeddings=is_tied, rms_norm_eps=eps, activation="silu")
+    return _with_convolutions(fields, config)
 
 
 def _with_convolutions(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
