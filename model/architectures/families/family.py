@@ -4,7 +4,6 @@ Everything that would make us compute something else than transformers is refuse
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
@@ -26,10 +25,10 @@ from twostroke.protocol.errors import ConfigError
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
-MOST_LAYERS, MOST_EXPERTS = 1000, 4096
+MOST_LAYERS, MOST_EXPERTS, MOST_CHANNELS = 1000, 4096, 2**20
 """More than any model has: a file that says more is damaged, and its tensors' names alone would fill the memory."""
 _MOST_INTEGER = 2**53
-_MOST_NUMBER = sys.float_info.max
+_MOST_NUMBER = 1e18  # so that products of a few are finite in fp32, too
 
 _ROPE_TYPES = tuple(kind for kind in get_args(RopeType) if kind != "proportional")  # which Gemma 4 alone has
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

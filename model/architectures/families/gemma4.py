@@ -31,6 +31,8 @@ from twostroke.model.config import (
 )
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
+_MOST_PARTS = 64
+"""More blocks than a row of any model's wide layers takes: a file that says more is damaged."""
 _NORMS = ExpertNorms(
     router="router.scale",
     input="pre_feedforward_layernorm_2",
@@ -62,9 +64,11 @@ def _read(fields: ConfigFields, family: str, *, window: int, max_position: int) 
     heads = _layer_heads(fields, config, kinds)
     number = min(one.number for one in heads)
     width = min(one.width // number for one in heads)
-    if any(one.number % number or one.width % (number * width) for one in heads):
+    unit = number * width
+    if any(one.number % number or one.width % unit or one.width > _MOST_PARTS * unit for one in heads):
         shapes = ", ".join(sorted({f"{one.number} heads of {one.dim}" for one in heads}))
-        raise fields.error("per_layer_config", f"layers' keys have {shapes}: wider ones are to be multiples of others")
+        what = f"wider ones are to be multiples of others, at most {_MOST_PARTS} times as wide"
+        raise fields.error("per_layer_config", f"layers' keys have {shapes}: {what}")
     owners = _owners(fields, kinds)
     layer = replace(
         spec.layer,

@@ -54,6 +54,19 @@ def limit_steps(folder: Path, limits: list[Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"time_step_limit": limits}))
 
 
+@pytest.mark.parametrize(
+    ("shape", "unread"),
+    [
+        ("lfm2", {"rms_norm_eps": 0.5, "hidden_act": "gelu_pytorch_tanh"}),
+        ("lfm2_moe", {"rms_norm_eps": 0.5, "hidden_act": "gelu_pytorch_tanh"}),
+        ("nemotron_h", {"rms_norm_eps": 0.5}),
+    ],
+)
+def test_fields_that_transformers_does_not_read_change_nothing(shape: str, unread: dict[str, Any]) -> None:
+    raw = TINY | FAMILY_SHAPES[shape]
+    assert parse_model_config(raw | unread, "config.json") == parse_model_config(raw, "config.json")
+
+
 M, A = "mamba", "attention"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite4", {"layer_types": [M] * 4}, "layer_types: a model without any layer that attends"),
@@ -82,7 +95,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"attention_bias": True}, "attention_bias: biases of attention are not supported"),
     ("nemotron_h_experts", {"moe_latent_size": 16}, "moe_latent_size: experts in a smaller space"),
     ("lfm2", {"conv_L_cache": 1}, "hidden_size: 32 channels of 1 taps are not shared out"),
+    ("lfm2", {"hidden_size": 2**40}, "hidden_size: 1099511627776 channels of 4 taps are not shared out"),
+    ("nemotron_h", {"mamba_num_heads": 2**40}, "mamba_num_heads: 1099511627776 heads of 16 numbers"),
+    ("qwen3_5", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: 'gelu_pytorch_tanh' is not supported here"),
+    ("qwen3_5", {"linear_value_head_dim": 2**40}, "linear_key_head_dim: 4398046511136 channels of 4 taps"),
     ("lfm2", {"full_attn_idxs": []}, "layer_types: a model without any layer that attends"),
+    ("lfm2_moe", {"num_dense_layers": 2**40}, "num_dense_layers: 1099511627776 is more than any model has"),
     ("lfm2_moe", {"layer_types": ["conv"] * 3}, "layer_types: expected 4 times 'conv' or 'full_attention'"),
 ]
 

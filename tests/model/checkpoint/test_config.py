@@ -24,7 +24,7 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 512,
 }
-GEMMA3 = {"architectures": ["Gemma3ForCausalLM"]}
+GEMMA3, GEMMA4 = ({"architectures": [f"Gemma{version}ForCausalLM"]} for version in (3, 4))
 V32, GLM5 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("DeepseekV32", "GlmMoeDsa"))
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "sliding_window": 9}
 
@@ -87,6 +87,8 @@ def test_a_missing_field_is_named(name: str) -> None:
         (GLM5 | {"indexer_types": ["full"]}, "indexer_types"),
         (GLM5 | {"index_topk_pattern": "FX"}, "indexer_types"),
         (GLM5 | {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        (GEMMA4 | {"global_head_dim": 2**40}, "per_layer_config"),
+        ({"rope_parameters": {"partial_rotary_factor": 1e308}}, "rope_parameters.partial_rotary_factor"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(change: dict[str, Any], named: str) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_CHANNELS,
     MOST_EXPERTS,
     ConfigFields,
     Defaults,
@@ -47,8 +48,10 @@ def check_sizes(fields: ConfigFields, sizes: MambaSizes, kv_heads: int, *, heads
         raise fields.error(groups, f"{sizes.groups} does not divide {heads}, which is {sizes.heads}")
     if sizes.groups % kv_heads and kv_heads % sizes.groups:
         raise fields.error(groups, f"{sizes.groups} and num_key_value_heads, {kv_heads}: one must divide the other")
-    if sizes.head % 2 or sizes.taps < 2:
-        raise fields.error(heads, f"heads of {sizes.head} numbers and {sizes.taps} taps are not supported")
+    if sizes.head % 2 or sizes.taps < 2 or sizes.conv_width > MOST_CHANNELS:
+        raise fields.error(
+            heads, f"{sizes.heads} heads of {sizes.head} numbers and {sizes.taps} taps are not supported"
+        )
     return sizes
 
 

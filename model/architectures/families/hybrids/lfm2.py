@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_CHANNELS,
+    MOST_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -43,11 +45,13 @@ def _spec(family: str, conv_bias: bool) -> DecoderSpec:
 
 def _read(fields: ConfigFields, family: str) -> ModelConfig:
     """Read what both have, an MLP in each layer. Raises ConfigError."""
-    fields = fields.over({"rms_norm_eps": fields.number("norm_eps", default=1e-5)})
     spec = _spec(family, fields.boolean("conv_bias", default=False))
     config = read_decoder(fields, spec, Defaults(rope_theta=1e6, max_position=128_000, is_tied=True))
     is_tied = fields.boolean("tie_embedding", default=config.tie_word_embeddings)
-    return _with_convolutions(fields, replace(config, tie_word_embeddings=is_tied))
+    eps = fields.number("norm_eps", default=1e-5)
+    # Whatever other fields say of activations and of norms, which transformers doesn't read here.
+    config = replace(config, tie_word_embeddings=is_tied, rms_norm_eps=eps, activation="silu")
+    return _with_convolutions(fields, config)
 
 
 def _with_convolutions(fields: ConfigFields, config: ModelConfig) -> ModelConfig:
@@ -59,7 +63,7 @@ def _with_convolutions(fields: ConfigFields, config: ModelConfig) -> ModelConfig
         raise fields.error("layer_types", f"expected {layers} times 'conv' or 'full_attention'")
     if "full_attention" not in kinds:
         raise fields.error("layer_types", "a model without any layer that attends is not supported")
-    if config.hidden_size % (2 * config.num_kv_heads) or taps < 2:
+    if config.hidden_size % (2 * config.num_kv_heads) or taps < 2 or config.hidden_size > MOST_CHANNELS:
         shares = f"2 num_key_value_heads, which is {2 * config.num_kv_heads}"
         raise fields.error(
             "hidden_size", f"{config.hidden_size} channels of {taps} taps are not shared out by {shares}"
@@ -96,7 +100,7 @@ def read_lfm2_moe_config(fields: ConfigFields) -> ModelConfig:
     correction = "feed_forward.expert_bias" if has_bias else None
     router = Projection("feed_forward.gate")
     experts = replace(experts, router=router, gate=gate, up=up, down=down, correction=correction)
-    return with_experts(config, experts, range(fields.count("num_dense_layers", default=2)))
+    return with_experts(config, experts, range(fields.count("num_dense_layers", default=2, most=MOST_LAYERS)))
 
 
 LFM2 = Family("Lfm2ForCausalLM", model_type="lfm2", read_config=read_lfm2_config)

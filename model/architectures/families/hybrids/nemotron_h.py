@@ -37,7 +37,6 @@ def read_nemotron_h_config(fields: ConfigFields) -> ModelConfig:
     if fields.boolean("attention_bias", default=False):
         raise fields.error("attention_bias", "biases of attention are not supported for this family")
     fields = fields.over({"num_hidden_layers": len(blocks), "num_key_value_heads": 8})
-    fields = fields.over({"rms_norm_eps": fields.number("layer_norm_epsilon", default=1e-5)})
     config = read_decoder(fields, _spec(fields), Defaults(head_dim=128, max_position=4096))
     if config.num_layers != len(blocks):
         raise fields.error("num_hidden_layers", f"{config.num_layers}, but {field} has {len(blocks)} blocks")
@@ -47,6 +46,7 @@ def read_nemotron_h_config(fields: ConfigFields) -> ModelConfig:
         numbers=tuple(numbers),
         unrotated_layers=frozenset(range(len(numbers))),
         activation="relu2",
+        rms_norm_eps=fields.number("layer_norm_epsilon", default=1e-5),  # whatever `rms_norm_eps` says
     )
     if not all(attends):
         windows = tuple(0 if one else STATE_WINDOW for one in attends)

@@ -7,6 +7,7 @@ checkpoints, which see images, too, the text's part is served.
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
+    MOST_CHANNELS,
     ConfigFields,
     Defaults,
     Family,
@@ -49,6 +50,8 @@ def _read(fields: ConfigFields, family: str, delta: DeltaSpec) -> ModelConfig:
         raise fields.error("attention_bias", "biases of gated attention are not supported")
     spec = decoder_spec(family, has_head_norms=True)
     config = read_decoder(fields, replace(spec, norms_add_one=True), _DEFAULTS)
+    if config.activation != "silu":  # which the convolution takes, too
+        raise fields.error("hidden_act", f"{fields.value('hidden_act')!r} is not supported here, only 'silu' is")
     layer = replace(spec.layer, gates_output=True, state=delta)
     return replace(
         config,
@@ -85,8 +88,11 @@ def _read_sizes(fields: ConfigFields, num_kv_heads: int) -> DeltaSizes:
         raise fields.error(
             "linear_num_key_heads", f"{sizes.key_heads} is no multiple of num_key_value_heads, which is {num_kv_heads}"
         )
-    if sizes.key % 2 or sizes.taps < 2:
-        raise fields.error("linear_key_head_dim", f"{sizes.key} with {sizes.taps} taps is not supported")
+    if sizes.key % 2 or sizes.taps < 2 or sizes.conv_width > MOST_CHANNELS:
+        raise fields.error(
+            "linear_key_head_dim",
+            f"{sizes.conv_width} channels of {sizes.taps} taps, with keys of {sizes.key}, are not supported",
+        )
     return sizes
 
 
