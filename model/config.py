@@ -471,16 +471,12 @@ class ModelShape:
     @property
     def kv_values(self) -> int:
         """Numbers that the caches of all layers hold of one token, states aside."""
-        layers = sum(not self.keeps_state(layer) for layer, _ in self.kv_layers)
-        return self.kv_kinds * layers * self.kv_size
+        return round(self.kv_held(1))
 
-    def kv_seen(self, context: float) -> float:
-        """Return the numbers of all layers' caches that the last of `context` tokens attends to, states aside."""
-        return self.kv_kinds * sum(
-            self.heads(layer).width * mean_seen(self.window(layer), context)
-            for layer in range(self.num_layers)
-            if not self.keeps_state(layer)
-        )
+    def kv_held(self, tokens: float) -> float:
+        """Return the numbers that the caches of all layers hold of so many tokens, states aside."""
+        seen = (mean_seen(self.window(layer), tokens) for layer, _ in self.kv_layers if not self.keeps_state(layer))
+        return self.kv_kinds * self.kv_size * sum(seen)
 
     @property
     def last_kv_layer(self) -> int:
@@ -544,19 +540,14 @@ class ModelConfig(ModelShape):
             return None
         return MlpSpec(spec.gate, spec.up, spec.down, size) if experts is None else experts.shared
 
-    def rotary_dim_of(self, layer: int) -> int:
-        """Return `rotary_dim` of one layer."""
-        return self.heads(layer).dim if self.latent is None else self.latent.rotary
-
     def value_projection(self, layer: int) -> Projection:
         """Return what a layer's values are made by."""
         parts = self.spec.layer
         return parts.k if layer in self.keys_as_values else parts.v
 
-    @property
-    def rotary_dim(self) -> int:
-        """Width of a head's rotated part, or of the whole head."""
-        return self.head_dim if self.latent is None else self.latent.rotary
+    def rotary_dim(self, layer: int) -> int:
+        """Return the width of a head's rotated part, or of the whole head."""
+        return self.heads(layer).dim if self.latent is None else self.latent.rotary
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """None: this layer turns nothing."""

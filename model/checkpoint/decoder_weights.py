@@ -85,7 +85,7 @@ class RankTensors:
         self._backend = backend
         self._shard = shard
         self._adds_one = config.spec.norms_add_one
-        order = head_order(config.rope, config.rotary_dim)
+        order = head_order(config.rope, config.rotary_dim(0))
         self.orders = {} if order is None else _orders(config, order)
 
     def weight(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Weight:
@@ -178,7 +178,7 @@ class _DecoderLoader:
         self._context_parts = context_parts
         self._tensors = RankTensors(checkpoint, config, options, backend, shard)
         self._experts = _ExpertsLoader(checkpoint, options, shard)
-        self._order = head_order(config.rope, config.rotary_dim)
+        self._order = head_order(config.rope, config.rotary_dim(0))
         self._heads = shard.part(config.num_heads)
         scales = query_scale_table(config.query_scale, options.max_context)
         self._query_scales = None if scales is None else scales.to(options.device)
@@ -195,7 +195,7 @@ class _DecoderLoader:
     def load(self, stage: Stage) -> DecoderWeights:
         """Return the layers of `stage`, and the ends on the first one."""
         config, layers = self._config, stage.layers(self._config.num_layers)
-        turned = {index: (config.rope_of(index), config.rotary_dim_of(index)) for index in layers}
+        turned = {index: (config.rope_of(index), config.rotary_dim(index)) for index in layers}
         tables = {
             one: cos_sin_table(*one, self._options.max_context).to(self._options.device) for one in {*turned.values()}
         }

@@ -188,7 +188,7 @@ def knee(batches: Sequence[int], rates: Sequence[float]) -> int:
 
 def kv_bytes(shape: ModelShape, tokens: float = 1, itemsize: float = 2.0) -> float:
     """Bytes that the caches of all layers hold of `tokens`: of layers with windows, of the last ones alone."""
-    return itemsize * shape.kv_seen(tokens)
+    return itemsize * shape.kv_held(tokens)
 
 
 def flops_of(operations: Sequence[Operation], kind: Kind | None = None) -> float:

@@ -108,7 +108,7 @@ class KnownWorker:
         self.queue_token_s = costs.token_s + step_s / self.chunk_tokens + costs.pair_s * half_prompt
 
         token_bytes = layout.block_bytes * layout.tp_size * layout.num_layers / layout.block_size
-        usual = max(1, round(usual_tokens))
+        usual = max(1, math.ceil(usual_tokens / layout.block_size)) * layout.block_size
         token_bytes *= layout.sent_bytes(usual) / usual / layout.token_bytes
         self.token_transfer_s = token_bytes / bytes_per_s
         self.layer_transfer_s = self.token_transfer_s / layout.num_layers

@@ -23,15 +23,13 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
 from twostroke.model.cuda.kernels.states.parts import (
     convolve,
-    count_token,
     is_copy,
-    matrix_offsets,
+    load_matrix,
     matrix_warps,
     numbers_of,
-    part_of,
     soft_plus,
-    source_of,
     store_for_copies,
+    store_matrix,
     target_of,
 )
 
@@ -66,7 +64,7 @@ def delta_step_kernel(
     BLOCK_SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs (row, value head). The first head of each KV head's part also writes the number of seen tokens."""
+    """Programs (row, value head)."""
     WIDTH: tl.constexpr = VALUE_HEADS * VALUE
     KEY_WIDTH: tl.constexpr = KEY_HEADS * KEY
     SHARE: tl.constexpr = VALUE_HEADS // KV_HEADS
@@ -75,12 +73,10 @@ def delta_step_kernel(
     target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
     if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
         return
-    position = tl.load(positions + row)
-    source = source_of(tables, row, position, table_stride, BLOCK_SIZE)
-    kv_head, inside = head // SHARE, head % SHARE
-    places, real = matrix_offsets(inside, KEY, KEY_PADDED, VALUE, VALUE_PADDED, KV_HEADS, PART)
-    before = part_of(cache, source, 0, kv_head, KV_HEADS, PART)
-    matrix = tl.load(before + places, mask=real & (position > 0), other=0.0)
+    matrix, places, real = load_matrix(
+        cache, tables, positions, row, head, table_stride,
+        SHARE, KEY, KEY_PADDED, VALUE, VALUE_PADDED, KV_HEADS, PART, BLOCK_SIZE,
+    )  # fmt: skip
 
     keys, values = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
     of_key, of_value = keys < KEY, values < VALUE
@@ -98,10 +94,8 @@ def delta_step_kernel(
 
     known, through = tl.sum(matrix * k[:, None], axis=0), tl.sum(matrix * q[:, None], axis=0)
     update = (v - decay * known) * tl.sigmoid(tl.load(of_row))
-    after = part_of(cache, target, 0, kv_head, KV_HEADS, PART)
-    tl.store(after + places, matrix * decay + k[:, None] * update[None, :], mask=real)
-    if inside == 0:
-        count_token(cache, target, kv_head, position, match, SEEN, KV_HEADS, PART)
+    matrix = matrix * decay + k[:, None] * update[None, :]
+    store_matrix(cache, positions, row, target, head, matrix, places, real, match, SHARE, SEEN, KV_HEADS, PART)
 
     found = decay * through + match * update
     found *= 1.0 / tl.sqrt(tl.sum(found * found, axis=0) / VALUE + eps)

@@ -20,15 +20,13 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
 from twostroke.model.cuda.kernels.states.parts import (
     convolve,
-    count_token,
     is_copy,
-    matrix_offsets,
+    load_matrix,
     matrix_warps,
     numbers_of,
-    part_of,
     soft_plus,
-    source_of,
     store_for_copies,
+    store_matrix,
     target_of,
 )
 
@@ -61,7 +59,7 @@ def mamba_step_kernel(
     BLOCK_SIZE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Programs (row, head). The first head of each KV head's part also writes the number of seen tokens."""
+    """Programs (row, head)."""
     WIDTH: tl.constexpr = HEADS * HEAD
     SHARE: tl.constexpr = HEADS // KV_HEADS
     await_inputs(DEPENDENT)
@@ -69,12 +67,10 @@ def mamba_step_kernel(
     target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
     if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
         return
-    position = tl.load(positions + row)
-    source = source_of(tables, row, position, table_stride, BLOCK_SIZE)
-    kv_head, inside = head // SHARE, head % SHARE
-    places, real = matrix_offsets(inside, HEAD, HEAD_PADDED, STATE, STATE_PADDED, KV_HEADS, PART)
-    before = part_of(cache, source, 0, kv_head, KV_HEADS, PART)
-    matrix = tl.load(before + places, mask=real & (position > 0), other=0.0)
+    matrix, places, real = load_matrix(
+        cache, tables, positions, row, head, table_stride,
+        SHARE, HEAD, HEAD_PADDED, STATE, STATE_PADDED, KV_HEADS, PART, BLOCK_SIZE,
+    )  # fmt: skip
 
     dims, states = tl.arange(0, HEAD_PADDED), tl.arange(0, STATE_PADDED)
     of_head, of_state = dims < HEAD, states < STATE
@@ -88,10 +84,8 @@ def mamba_step_kernel(
 
     matrix = matrix * tl.exp(-tl.load(decays + head) * step) + (x * step)[:, None] * b[None, :]
     found = tl.sum(matrix * c[None, :], axis=1) + tl.load(skips + head) * x
-    after = part_of(cache, target, 0, kv_head, KV_HEADS, PART)
-    tl.store(after + places, matrix, mask=real)
-    if inside == 0:
-        count_token(cache, target, kv_head, position, tl.sum(b, axis=0), SEEN, KV_HEADS, PART)
+    number = tl.sum(b, axis=0)
+    store_matrix(cache, positions, row, target, head, matrix, places, real, number, SHARE, SEEN, KV_HEADS, PART)
 
     gate = tl.load(inputs + row * COLUMNS + head * HEAD + dims, mask=of_head, other=0.0).to(tl.float32)
     found *= gate * tl.sigmoid(gate)

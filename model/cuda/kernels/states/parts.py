@@ -96,6 +96,55 @@ def count_token(
 
 
 @triton.jit
+def load_matrix(
+    cache,
+    tables,
+    positions,
+    row,
+    head,
+    table_stride,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMNS_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Return a head's matrix [ROWS, COLUMNS] behind the token before, and `matrix_offsets` of its places. SHARE: heads
+    of a KV head."""
+    position = tl.load(positions + row)
+    source = source_of(tables, row, position, table_stride, BLOCK_SIZE)
+    places, real = matrix_offsets(head % SHARE, ROWS, ROWS_PADDED, COLUMNS, COLUMNS_PADDED, KV_HEADS, PART)
+    before = part_of(cache, source, 0, head // SHARE, KV_HEADS, PART)
+    return tl.load(before + places, mask=real & (position > 0), other=0.0), places, real
+
+
+@triton.jit
+def store_matrix(
+    cache,
+    positions,
+    row,
+    target,
+    head,
+    matrix,
+    places,
+    real,
+    number,
+    SHARE: tl.constexpr,
+    SEEN: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Store a head's matrix in the block of its token; the first head of each KV head's part also counts the token."""
+    kv_head = head // SHARE
+    tl.store(part_of(cache, target, 0, kv_head, KV_HEADS, PART) + places, matrix, mask=real)
+    if head % SHARE == 0:
+        count_token(cache, target, kv_head, tl.load(positions + row), number, SEEN, KV_HEADS, PART)
+
+
+@triton.jit
 def soft_plus(x):
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
