@@ -278,10 +278,10 @@ def test_a_step_whose_contexts_grow_needs_no_other_launch() -> None:
 
 
 def test_heads_wider_than_the_tables_are_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim 512"):
-        prefill_config(Architecture.AMPERE, 512, torch.bfloat16, 1, 16)
-    with pytest.raises(ValueError, match="head_dim 512"):
-        decode_config(H100, 512, torch.bfloat16, 1, 16)
+    with pytest.raises(ValueError, match="head_dim 520"):
+        prefill_config(Architecture.AMPERE, 520, torch.bfloat16, 1, 16)
+    with pytest.raises(ValueError, match="head_dim 520"):
+        decode_config(H100, 520, torch.bfloat16, 1, 16)
 
 
 def test_gpus_below_ampere_are_refused_and_later_ones_fall_into_classes() -> None:
