@@ -34,7 +34,7 @@ def test_the_instruct_model_answers_what_the_readme_asks_and_strangers_do_it_no_
         with urllib.request.urlopen(asked, timeout=120) as response:
             (choice,) = json.load(response)["choices"]
         strangers = [sys.executable, "-m", "tests.strangers", server.url, "--every", "8"]
-        told = subprocess.run(strangers, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        told = subprocess.run(strangers, cwd=ROOT, capture_output=True, text=True, timeout=1800)
         assert told.returncode == 0, told.stdout + told.stderr
         assert json.loads(told.stdout.splitlines()[-1])["cases"] > 50
     assert choice["message"]["content"] == "The capital of France is Paris."
