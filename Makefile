@@ -90,7 +90,7 @@ test: $(STAMP)
 	@echo "--> Unit tests, but for those that only compute"
 	@$(PYTEST) $(PARALLEL) tests $(APART) $(COMPUTING:%=--ignore=%)
 	@$(MAKE) --no-print-directory --jobs=2 computed served
-	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 2"
+	@$(MAKE) --no-print-directory chaos CHAOS_ARGS="--minutes 1 --requests 32 --slack 4"
 	@echo "--> All steps passed: lint, types, unit, simulation, kernels, faults, e2e, chaos$$($(BIN)/python -m tests.deploy.programs --skipped)"
 
 computed: $(STAMP)
