@@ -68,6 +68,10 @@ _COMMANDS = {
         "benchmarks.roles",
         "workers that take each other's work, beside the same cores aggregated and divided",
     ),
+    "bench speculation": (
+        "benchmarks.speculation",
+        "tokens per second with drafts and without, on work that repeats itself and on work that does not",
+    ),
     "bench autoscaling": (
         "benchmarks.autoscaling",
         "whether workers follow a load that rises fourfold and falls again",

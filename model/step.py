@@ -44,6 +44,9 @@ class Draw(msgspec.Struct, frozen=True):
     counts: "TokenCounts | None" = None  # where penalties need them; None: counted when needed, and it follows no entry
     constraint: "Constraint | None" = None  # what the output is held to
     fault: "RowFault | None" = None  # where to note what fails of this row alone; None: it fails the step
+    # The last tokens of `history` that are drafts: the token drawn here counts only if the rows before draw them. Such
+    # rows stand right behind the row without drafts, in order.
+    num_drafted: int = 0
 
     @property
     def takes_largest(self) -> bool:
@@ -120,6 +123,13 @@ class TokenCounts:
     def output_counts(self) -> NDArray[np.int64]:
         """Counts of each of `ids` among the output tokens. A view: valid until the next `advance`."""
         return self._output_counts[: self._num_ids]
+
+    def copy(self) -> "TokenCounts":
+        """Return counts that go on alone, for tokens that are drafts."""
+        copied = TokenCounts((), 0)
+        copied._ids, copied._output_counts = self._ids.copy(), self._output_counts.copy()
+        copied._num_ids, copied._num_tokens, copied._place = self._num_ids, self._num_tokens, dict(self._place)
+        return copied
 
     def advance(self, history: Sequence[int], last_token: int, position: int) -> None:
         """Count all tokens before `position`. `last_token` stands right before it; `history` has those before that."""
@@ -248,27 +258,57 @@ class Constraint:
         self.matcher = matcher
         self._stop_token_ids = stop_token_ids
         self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
-        self._num_outputs = 0  # that the matcher has seen
+        self._num_outputs = 0  # before the position that was advanced to last
+        self._consumed: list[int] = []  # by the matcher, in order; drafts may be the last of them
         self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
 
-    def advance(self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int) -> None:
-        """Take in all output tokens before `position`, where one is to be drawn.
+    def advance(
+        self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int, num_drafted: int = 0
+    ) -> None:
+        """Take in all output tokens before `position`, where one is to be drawn, and take refused drafts back.
 
-        `last_token` stands right before it; `history` has at least those before that one.
+        `last_token` stands right before it; `history` has at least those before that one. The last `num_drafted` of
+        them are drafts.
         """
-        outputs = [*history[num_prompt_tokens + self._num_outputs : position - 1], last_token]
         num_outputs = position - num_prompt_tokens
+        known = min(self._num_outputs, len(self._consumed), num_outputs)
+        outputs = [*history[num_prompt_tokens + known : position - 1], last_token] if num_outputs > known else []
+        agreed = known
+        for consumed, output in zip(self._consumed[known:], outputs, strict=False):
+            if consumed != output:
+                break
+            agreed += 1
+        if len(self._consumed) > agreed and not self.matcher.is_error():
+            self.matcher.rollback(len(self._consumed) - agreed)
+            del self._consumed[agreed:]
         # Of an answer that has ended, a row may have been launched ahead.
-        if num_outputs > self._num_outputs and not self.matcher.is_stopped():
-            self.matcher.consume_tokens(outputs)
-        self._num_outputs = num_outputs
+        if (new := outputs[agreed - known :]) and not self.matcher.is_stopped():
+            self.matcher.consume_tokens(new)
+            self._consumed += new
+        self._num_outputs = num_outputs - num_drafted
+
+    def forced_tokens(self, history: Sequence[int], num_prompt_tokens: int) -> list[int]:
+        """Return the tokens that the grammar leaves no choice for after `history`; none where it has failed."""
+        if len(history) <= num_prompt_tokens:
+            return []
+        self.advance(history, num_prompt_tokens, history[-1], len(history))
+        if self.matcher.is_error() or self.matcher.is_stopped():
+            return []
+        forced: list[int] = self.matcher.compute_ff_tokens()
+        return forced
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens the grammar allows one after the other, from where it is."""
+        if self.matcher.is_error() or self.matcher.is_stopped():
+            return 0
+        return int(self.matcher.validate_tokens(list(token_ids)))
 
     def may_try_again(self) -> bool:
         """Return True if the matcher had failed and begins anew: another request of its grammar may have caused the
         failure."""
         if self._renew is None or not self.matcher.is_error():
             return False
-        self.matcher, self._renew, self._num_outputs = self._renew(), None, 0
+        self.matcher, self._renew, self._num_outputs, self._consumed = self._renew(), None, 0, []
         return True
 
     def early_stops(self, is_allowed: Callable[[int], bool]) -> list[int]:

@@ -124,6 +124,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     # Where something is read off the prompt one worker of either role serves the request alone, without a transfer, and
     # `max_tokens` is 1, or 0: then no token is reported.
     scoring: ScoringParams | None = None
+    prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer, from its beginning on
     client: bytes = b""  # who asks: where clients take turns, each has its own, whatever its `cache_salt`
     log_context: LogContext = NO_REQUEST  # what the workers' log lines about it tell
 

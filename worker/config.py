@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeFloat
 
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.worker.scheduling.queue_order import QueuePolicy
+from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.token_server import TokenServerConfig
 
 
@@ -39,6 +40,9 @@ class WorkerConfig(Section):
     run_ahead: bool = True
     """Schedule a step while the one before it runs (behind prompts, shortly before their step's expected end), so that
     the engine never waits for the event loop. Without it, requests that have just arrived join one step sooner."""
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    """Tokens that are guessed and drawn several in one step. A method's name in its place sets that alone; `off` turns
+    it off. Answers are the same either way."""
     router_wait_s: Interval = 30.0
     """Seconds after a failed KV transfer in which its router decides about the request; without a decision the worker
     computes the prompt then. For a transfer that has not begun it waits as long as the router lives."""

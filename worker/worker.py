@@ -36,6 +36,7 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
+from twostroke.protocol.kv_layout import STATE_WINDOW
 from twostroke.protocol.requests import (
     DecodeReply,
     GenerateRequest,
@@ -49,13 +50,16 @@ from twostroke.protocol.requests import (
 from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats
 from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.calls import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
+from twostroke.worker.config import WorkerConfig
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.experts.expert_load import ExpertLoad
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
+from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import Admitted, DrawnToken, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, DrawnTokens, ScheduledStep
+from twostroke.worker.speculation.speculator import Speculator
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
 from twostroke.worker.token_server import TokenServer
@@ -63,7 +67,14 @@ from twostroke.worker.transfers.link_probe import LinkProbe
 from twostroke.worker.transfers.prompt_receiving import PromptReceiver
 from twostroke.worker.transfers.prompt_sending import PromptSender
 from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
-from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
+from twostroke.worker.worker_stats import (
+    Utilization,
+    WorkerCounters,
+    scheduler_fields,
+    speculation_fields,
+    swap_fields,
+    transfer_fields,
+)
 
 ReplyT = TypeVar("ReplyT")
 
@@ -102,7 +113,8 @@ class Worker:
         self._utilization = Utilization(deps.work, deps.limits, deps.clock)
         self._expert_load = None if deps.expert_hits is None else ExpertLoad(deps.expert_hits, deps.clock)
         policy = role.make_policy(config, self._costs.costs, deps.pool)
-        self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, self._swapping)
+        self._speculator = _speculator(config, self._costs, deps.pool)
+        self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, self._swapping, self._speculator)
         self._steps = StepsUnderWay[ScheduledStep](deps.engine, deps.clock)
         pools = (deps.pool,) if self._swapping.pool is None else (deps.pool, self._swapping.pool)
         self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config)
@@ -170,6 +182,7 @@ class Worker:
             **swap_fields(self._swapping, self._swap_space),
             **transfer_fields((deps.sender.stats, deps.receiver.stats)),
             **asdict(self._counters),
+            **speculation_fields(self._speculator),
             **self._utilization.fields(),
         )
 
@@ -319,8 +332,8 @@ class Worker:
         now = self._clock()
         for entry in step.entries:
             self._call_of(entry.job).begin_step(now)
-        batch, copies = [entry.step for entry in step.entries], [swap.copy for swap in step.swaps]
-        await self._steps.begin(step, batch, self._sending.layers_of(step), copies)
+        copies = [swap.copy for swap in step.swaps]
+        await self._steps.begin(step, step.batch, self._sending.layers_of(step), copies)
 
     async def _wait_for_step(self) -> EndedStep[ScheduledStep]:
         """Wait for the step that runs. Where the engine fails, its steps are abandoned and its error is raised."""
@@ -353,11 +366,11 @@ class Worker:
             if isinstance(call, PrefillCall) and not entry.job.has_ended:
                 call.note_chunk(now)
 
-    def _emit(self, drawn: Sequence[DrawnToken]) -> None:
+    def _emit(self, drawn: Sequence[DrawnTokens]) -> None:
         """Send one frame to each router whose requests have new tokens, and answer the calls that are finished."""
         events: dict[str, list[TokenEvent]] = defaultdict(list)
         for one in drawn:
-            self._counters.generated_tokens += 1
+            self._counters.generated_tokens += len(one.tokens)
             if one.job.is_prefill_only:
                 self._finish_prefill(one)
                 continue
@@ -371,12 +384,12 @@ class Worker:
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
-    def _finish_prefill(self, drawn: DrawnToken) -> None:
+    def _finish_prefill(self, drawn: DrawnTokens) -> None:
         """Commit the transfer of a prompt that is computed, and answer its call."""
         call = self._call_of(drawn.job)
         assert isinstance(call, PrefillCall)
         if call.outgoing is not None:
-            call.outgoing.commit(drawn.token)
+            call.outgoing.commit(drawn.tokens[0])
         self._counters.finished_requests += 1
         self._forget(call)
         call.finish(drawn, self._clock())
@@ -394,7 +407,7 @@ class Worker:
                 continue
             if constraint.has_failed(part.start + len(part.token_ids)):
                 self._abort(self._call_of(job), "its grammar can't be followed", grammar_too_complex())
-        drawing = [job.request.request_id for job in step.drawing]
+        drawing = [one.job.request.request_id for one in step.entries for row in one.rows if row.draw is not None]
         broken = self._logits.step_ended(self._deps.engine.num_broken_rows, drawing)
         if broken is not None:
             self._loop.engine_lost(broken)
@@ -593,6 +606,16 @@ class Worker:
             call.is_aborted = True
             if call.outgoing is not None:
                 call.outgoing.abort(reason)
+
+
+def _speculator(config: WorkerConfig, costs: StepCostFit, pool: BlockPool) -> Speculator | None:
+    """Return what decides a worker's drafts; None where there are to be none.
+
+    A model with states has none: a state takes one token after the other, and a step's rows come at once.
+    """
+    if not config.speculation.is_on or STATE_WINDOW in pool.groups.windows:
+        return None
+    return Speculator(config.speculation, costs.costs, config.tpot_safety)
 
 
 _NO_SCORES = ScoringParams()

@@ -12,6 +12,7 @@ from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, Trans
 from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.speculation.speculator import Speculator
 from twostroke.worker.step_costs import StepContent
 
 
@@ -94,6 +95,19 @@ def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str,
         "queued": queued,
         "context_tokens": sum(num_tokens for _, num_tokens in contexts),
         "tightest_tpot_s": tightest_tpot_s(contexts, costs),
+    }
+
+
+def speculation_fields(speculator: Speculator | None) -> dict[str, Any]:
+    """Return the fields of WorkerStats that describe drafted tokens."""
+    if speculator is None:
+        return {}
+    counters = speculator.counters
+    return {
+        "drafts": counters.num_drafts,
+        "draft_tokens": counters.draft_tokens,
+        "accepted_tokens": counters.accepted_tokens,
+        "accepted_by_position": tuple(counters.accepted_by_position),
     }
 
 

@@ -53,6 +53,21 @@ def _count(text: str) -> int | None:
     return int(float(found[1]) * {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]])
 
 
+def _speculation(text: str) -> Any:
+    """Return `decode.speculation` from vLLM's JSON, or from a method alone.
+
+    Keys that tune vLLM's search are left out: matches are as long as the text has them here.
+    """
+    if not text.startswith("{"):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: no JSON: {error}") from None
+    searches = ("prompt_lookup_", "suffix_decoding_")
+    return {name: value for name, value in found.items() if not name.startswith(searches)}
+
+
 _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--served-model-name": (str, "NAME", "name that clients write in `model`"),
     "--revision": (str, "REV", "branch, tag or commit of a hub id"),
@@ -67,6 +82,7 @@ _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--max-num-batched-tokens": (_count, "N", "tokens of one step of a worker"),
     "--gpu-memory-utilization": (float, "SHARE", "share of a GPU's memory that a worker may use"),
     "--swap-space": (float, "GIB", "host memory for KV of preempted requests"),
+    "--speculative-config": (_speculation, "JSON|auto|off", "source of drafted tokens, as vLLM's JSON or its method"),
     "--otlp-traces-endpoint": (str, "URL", "OTLP receiver of request traces"),
 }
 """vLLM's flags for settings that mean the same: type, placeholder and help."""

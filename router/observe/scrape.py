@@ -67,6 +67,13 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("worker_generation_tokens", "Tokens generated.", lambda stats: stats.generated_tokens),
     ("engine_steps", "Engine steps.", lambda stats: stats.steps),
     ("engine_step_seconds", "Time spent in engine steps.", lambda stats: stats.step_seconds),
+    (
+        "spec_decode_num_drafts",
+        "Drafts that steps have run, one request's in one step each.",
+        lambda stats: stats.drafts,
+    ),
+    ("spec_decode_num_draft_tokens", "Tokens of these drafts.", lambda stats: stats.draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Of these, the ones that were drawn.", lambda stats: stats.accepted_tokens),
     ("worker_flops", "Floating-point operations of the model's tokens.", lambda stats: stats.flops),
     ("worker_read_bytes", "Bytes of weights and KV that steps have read.", lambda stats: stats.read_bytes),
     ("num_preemptions", "Requests whose blocks were taken back.", lambda stats: stats.preemptions),
@@ -223,7 +230,7 @@ def _ejected(sample: RouterMetricsSample) -> Metric:
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     """Return the series of the workers' own numbers; each worker is in `numbers` once."""
-    families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers)]
+    families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers), _accepted_by_position(numbers)]
     for name, help_text, value in _GAUGES:
         values = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Gauges, name, help_text, _LABELS, values))
@@ -244,6 +251,18 @@ def _collections(numbers: WorkerNumbers) -> Metric:
     }
     about = "Time of Python's garbage collections in a worker's first process, each of which stops its streams."
     return family(Counters, "worker_garbage_collection_seconds", about, (*_LABELS, "generation"), seconds)
+
+
+def _accepted_by_position(numbers: WorkerNumbers) -> Metric:
+    """Return the accepted tokens by their position in the draft, 0 is the first."""
+    accepted = {
+        (*_labels(info), str(position)): value
+        for info, stats in numbers
+        for position, value in enumerate(stats.accepted_by_position)
+    }
+    about = "Drafted tokens that were drawn, by their position in the draft."
+    labels = (*_LABELS, "position")
+    return family(Counters, "spec_decode_num_accepted_tokens_per_pos", about, labels, accepted)
 
 
 def own_collections_family() -> Metric:

@@ -90,6 +90,8 @@ class SequenceStages(WorkerTimings):
     num_reasoning_tokens: int = 0  # of these
     num_unparsed: int = 0  # what looks like calls, and could not be read as such
     num_preemptions: int = 0
+    num_predicted: int = 0  # output tokens that the client's prediction has, where it has sent one
+    num_mispredicted: int = 0  # tokens of the prediction that the answer lacks
     finish_reason: FinishReason | None = None
     log_context: LogContext = NO_REQUEST  # of the last attempt
 

@@ -65,7 +65,9 @@ class PromptTokensDetails(TypedDict):
 class CompletionTokensDetails(TypedDict):
     """`usage.completion_tokens_details`."""
 
-    reasoning_tokens: int
+    reasoning_tokens: NotRequired[int]  # of models that may think
+    accepted_prediction_tokens: NotRequired[int]  # of requests with a prediction, as the next
+    rejected_prediction_tokens: NotRequired[int]
 
 
 class StageTimes(TypedDict, total=False):
@@ -92,7 +94,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[CompletionTokensDetails]  # of models that may think
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     stages: NotRequired[list[StageTimes]]
 
 

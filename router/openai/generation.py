@@ -39,6 +39,7 @@ from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.attainment import SLOVerdict, verdict_of
 from twostroke.router.slo.demand import Demand
 from twostroke.router.text.detokenizer import StopStrings, new_detokenizer
+from twostroke.router.text.prediction import PredictedTokens
 from twostroke.router.text.response_parser import Parsed
 from twostroke.router.text.tokenizer import TextTokenizer
 
@@ -83,6 +84,9 @@ class ChoiceRunner:
                     is_scored = isinstance(event, PromptScored)
                     delta = await asyncio.to_thread(writer.add, event) if is_scored else writer.add(event)
                     stages.num_reasoning_tokens, stages.num_unparsed = writer.num_reasoning_tokens, writer.num_unparsed
+                    if writer.predicted is not None:
+                        stages.num_predicted = writer.predicted.num_accepted
+                        stages.num_mispredicted = writer.predicted.num_rejected
                     if delta.finish_reason is not None:
                         outcome = "length" if delta.finish_reason == "length" else "stop"
                         stages.finish_reason = outcome
@@ -146,6 +150,7 @@ class ChoiceWriter:
         """Tokens of reasoning, marks included."""
         self._num_chars = len(job.echo)  # of the text with nothing held back
         self._chat = None if job.chat is None else _ChatText(job.chat)
+        self.predicted = PredictedTokens(job.request.prediction) if job.request.prediction else None
 
     @property
     def num_unparsed(self) -> int:
@@ -170,6 +175,8 @@ class ChoiceWriter:
         for i, token in enumerate(event.tokens):
             token_ids.append(token.token_id)
             self.num_tokens += 1
+            if self.predicted is not None:
+                self.predicted.add(token.token_id)
             is_end = stopped_by_token and i == last
             # Where the prompt's are shown, too, harnesses count on one for each token.
             if self._job.request.sampling.logprobs is not None and (self._job.echoes_logprobs or not is_end):
@@ -430,6 +437,10 @@ class Generation:
         if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+        if any(job.request.prediction for job in self._jobs):
+            details = usage.setdefault("completion_tokens_details", {})
+            details["accepted_prediction_tokens"] = sum(stages.num_predicted for stages in self._stages)
+            details["rejected_prediction_tokens"] = sum(stages.num_mispredicted for stages in self._stages)
         if self._body.return_stages:
             usage["stages"] = [stage_times(stages) for stages in self._stages]
         return usage

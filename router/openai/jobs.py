@@ -147,6 +147,7 @@ class JobMaker:
                     if isinstance(prompt, str) and is_whole
                     else self._tokenizer.decode(token_ids, skip_special_tokens=not body.shows_special)
                 )
+            request = await self._with_prediction(request, body, limits)
             scored = body.logprobs if body.echo else None
             jobs += _choices(body, request, group, echo, scored)
         return jobs
@@ -167,7 +168,20 @@ class JobMaker:
         chat = await asyncio.to_thread(self._reading, body, text) if is_long else self._reading(body, text)
         grammar = await self._whole_grammar(body, chat, grammar, checks)
         request = self._request(body, token_ids, "messages", default, logprobs, limits, grammar)
+        request = await self._with_prediction(request, body, limits)
         return _choices(body, request, chat=chat)
+
+    async def _with_prediction(
+        self, request: GenerateRequest, body: GenerationFields, limits: RequestLimits
+    ) -> GenerateRequest:
+        """Return the request with the tokens that its client expects in the answer. Raises RequestError for more than
+        a context holds."""
+        if body.prediction is None or not (text := body.prediction.text):
+            return request
+        token_ids = await self.encode(text, "prediction", limits.max_context, add_special_tokens=False)
+        return msgspec.structs.replace(
+            request, prediction=tuple(self.checked(token_ids, "prediction", limits.max_context))
+        )
 
     def _reading(self, body: ChatRequest, prompt: str) -> ChatParsing | None:
         """Raises RequestError where tools are offered, and the format of this model's calls is not known."""

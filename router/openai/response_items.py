@@ -320,7 +320,7 @@ def _usage(usage: Usage) -> ResponseUsage:
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {
-            "reasoning_tokens": usage.get("completion_tokens_details", {"reasoning_tokens": 0})["reasoning_tokens"]
+            "reasoning_tokens": usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
         },
         "total_tokens": usage["total_tokens"],
     }

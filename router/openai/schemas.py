@@ -65,7 +65,7 @@ Stop = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_
 
 WITHOUT_EFFECT = frozenset(
     # What OpenAI's own clients send for OpenAI's own books, or to get the same answer sooner.
-    ("user", "store", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls", "prediction")
+    ("user", "store", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 )
 """Accepted whatever they say, even where the router is strict."""
 
@@ -167,6 +167,25 @@ class SamplingFields(ModelRequest):
         return fields
 
 
+class PredictionPart(StrictModel):
+    """A part of a prediction's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(StrictModel):
+    """OpenAI's `prediction`: text that the answer is expected to have, such as a file that is edited."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[PredictionPart], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class GenerationFields(SamplingFields, StructuredFields):
     """Fields that completions and chats share."""
 
@@ -175,6 +194,7 @@ class GenerationFields(SamplingFields, StructuredFields):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    prediction: Prediction | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
     include_stop_str_in_output: bool | None = None  # vLLM's, as those down to `cache_salt`
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED)] | None = (

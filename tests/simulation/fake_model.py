@@ -33,12 +33,16 @@ def position_kv(before: bytes, token_id: int, layer: int) -> bytes:
     return xxhash.xxh64_digest(before + _TOKEN.pack(token_id, layer))
 
 
-def draw(kv: Sequence[bytes], sampling: SamplingParams, forbidden: Sequence[int]) -> int:
-    """The token that follows; `kv` is all positions' bytes of each layer."""
+def draw(kv: Sequence[bytes], sampling: SamplingParams, forbidden: Sequence[int], position: int) -> int:
+    """The token that follows; `kv` is all positions' bytes of each layer.
+
+    Answers of even seeds mostly repeat themselves, so that drafts are right now and then.
+    """
     state = xxhash.xxh64(seed=sampling.seed)
     for layer in kv:
         state.update(layer)
-    token = state.intdigest() % VOCAB
+    digest = state.intdigest()
+    token = position % 7 if sampling.seed % 2 == 0 and digest % 16 else digest % VOCAB
     while token in forbidden:
         token = (token + 1) % VOCAB
     return token
@@ -78,6 +82,7 @@ def expected_tokens(request: GenerateRequest, windows: Sequence[int]) -> list[in
             [bytes(one[8 * first_seen(window, len(one) // 8 - 1) :]) for one, window in zip(kv, windows, strict=True)],
             request.sampling,
             forbidden_tokens(request, len(outputs)),
+            len(kv[0]) // 8,
         )
         outputs.append(token)
         if finish_reason(request, len(outputs), token) is not None:
@@ -138,10 +143,11 @@ class FakeEngine(Engine):
         self.num_steps_ahead += self._num_under_way
         self._num_under_way += 1
         for one in batch:
-            if one.draw is not None and len(one.draw.history) != _end(one) - (one.follows is not None):
-                raise RuntimeError("a draw whose history is not what is computed")
             if one.draw is not None and is_penalised(one.draw.sampling) and one.draw.counts is None:
                 raise RuntimeError("a draw with penalties that nobody can settle")
+            is_free = one.draw is None or (one.draw.num_drafted and not is_penalised(one.draw.sampling))
+            if not is_free and len(one.draw.history) != _end(one) - (one.follows is not None):
+                raise RuntimeError("a draw whose history is not what is computed")
         tables = [self._store.in_use(one.block_ids, one.start, _end(one)) for one in batch]
         grips = [self._store.grip(table) for table in tables]
         copied = [self._store.grip(copy.cache_blocks) for copy in copies]
@@ -233,7 +239,7 @@ class FakeEngine(Engine):
             return None
         num_positions = _end(one)
         kv = [self._store.read(layer, one.block_ids, num_positions) for layer in range(self._num_layers)]
-        return SampledToken(draw(kv, one.draw.sampling, one.draw.forbidden))
+        return SampledToken(draw(kv, one.draw.sampling, one.draw.forbidden, num_positions))
 
 
 def _end(one: SequenceStep) -> int:

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.worker.scheduling.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from twostroke.worker.speculation.speculator import RequestPredictor
 
 
 class Phase(Enum):
@@ -57,6 +61,7 @@ class WorkerJob:
     swapped: SwappedKV | None = None
     num_cached_tokens: int = 0  # found in the prefix cache on first admission, or pulled then
     num_preemptions: int = 0
+    predictor: "RequestPredictor | None" = None  # of its next tokens, once drafts were wanted
 
     @property
     def request(self) -> GenerateRequest:

@@ -23,8 +23,9 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, finish_reason
+from twostroke.protocol.requests import FinishReason, GenerateRequest, Promise, SampledToken, finish_reason
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 from twostroke.worker.scheduling.job import Phase, WorkerJob
@@ -32,14 +33,23 @@ from twostroke.worker.scheduling.policy import StepPolicy
 from twostroke.worker.scheduling.preemption import Preemptor, Swapping
 from twostroke.worker.scheduling.queue_order import NO_LIMIT, ClassShares, turn_of, turns
 from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.scheduling.step import Admitted, DrawnToken, PromptBudget, ScheduledStep, StepEntry, Swap
+from twostroke.worker.scheduling.step import Admitted, DrawnTokens, PromptBudget, ScheduledStep, StepEntry, Swap
+from twostroke.worker.speculation.speculator import Speculator
 
 
 class Scheduler:
     """The requests of one worker, over one block pool, within the bounds of its settings and its role's policy."""
 
-    def __init__(self, pool: BlockPool, config: WorkerConfig, max_context: int, policy: StepPolicy, swapping: Swapping):
-        """`max_context` is the model's, in tokens."""
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: WorkerConfig,
+        max_context: int,
+        policy: StepPolicy,
+        swapping: Swapping,
+        speculator: Speculator | None = None,
+    ):
+        """`max_context` is the model's, in tokens. Without a `speculator` each step draws one token of a request."""
         self.pool = pool
         self.shares = ClassShares()
         self.waiting: list[WorkerJob] = []  # by their turns
@@ -54,6 +64,7 @@ class Scheduler:
         self._max_context = max_context
         self.policy = policy
         self._swapping = swapping
+        self._speculator = speculator
         self._chunks: Counter[WorkerJob] = Counter()  # prompt tokens in the step that is being decided
         self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
         self._admitted: list[WorkerJob] = []  # not returned yet
@@ -136,6 +147,8 @@ class Scheduler:
             return
         if job.has_begun and job.request.scoring is None:
             self.policy.answer_ended(job)
+            if self._speculator is not None and not job.is_prefill_only:
+                self._speculator.ended(job)
         self._leave(job)
         job.phase = Phase.ENDED
         self._release_if_unused(job)
@@ -155,7 +168,7 @@ class Scheduler:
         chosen = self.policy.choose(staying)
         decodes = [job for job in chosen if job.is_decoding]
         if in_flight is not None:
-            if not self.preemptor.may_run_ahead(in_flight, decodes):
+            if not self.preemptor.may_run_ahead(in_flight, decodes) or self._awaits_drafts(in_flight, decodes):
                 return ScheduledStep()
         elif swaps := self.preemptor.free_blocks_for(decodes):
             return ScheduledStep(swaps=swaps)
@@ -164,19 +177,23 @@ class Scheduler:
         self.policy.settle(staying, chosen)
         follows = {} if in_flight is None else in_flight.drawing
         entries = []
+        prompts = [job for job in chosen if not job.is_decoding]
+        drafts = self._drafts(decodes, len(prompts)) if in_flight is None else {}
         for job in decodes:
             job.sequence.reserve(self.pool, job.num_under_way + 1)
-            entries.append(self._entry(job, 1, follows.get(job)))
-        prompts = [job for job in chosen if not job.is_decoding]
+        for job in decodes:
+            entries.append(self._entry(job, 1, follows.get(job), drafts.get(job, ())))
         if not prompts and not self.waiting:
             self._settle_shares(())
             return ScheduledStep(tuple(entries), self._take_admitted())
         budget = self.policy.prompt_budget([entry.job for entry in entries])
-        entries += self._give_chunks(prompts, self._config.max_batch - len(entries), budget)
+        num_drafted = sum(len(entry.drafts) for entry in entries)
+        budget.spend_on_rows(num_drafted)
+        entries += self._give_chunks(prompts, self._config.max_batch - len(entries) - num_drafted, budget)
         swaps, self._swapped_in = tuple(self._swapped_in), []
         return ScheduledStep(tuple(entries), self._take_admitted(), swaps)
 
-    def complete(self, step: ScheduledStep, sampled: Sequence[SampledToken | None]) -> list[DrawnToken]:
+    def complete(self, step: ScheduledStep, sampled: Sequence[SampledToken | None]) -> list[DrawnTokens]:
         """Account for a step that has run; return the drawn tokens of jobs that have not been ended meanwhile.
 
         Jobs whose token finishes them are ended.
@@ -188,16 +205,18 @@ class Scheduler:
             else:
                 self._swapping.release(swap.job)
             self._release_if_unused(swap.job)
-        drawn: list[DrawnToken] = []
-        for entry, token in zip(step.entries, sampled, strict=True):
+        drawn: list[DrawnTokens] = []
+        results = iter(sampled)
+        for entry in step.entries:
             job, sequence = entry.job, entry.job.sequence
+            tokens = [next(results) for _ in entry.rows]
             job.end_step()
             # For a job that was ended, a step ahead may have computed a token that the job never got.
             sequence.computed(self.pool, min(entry.step.start + len(entry.step.token_ids), len(sequence.token_ids)))
             if job.has_ended:
                 self._release_if_unused(job)
-            elif token is not None:
-                drawn.append(self._append(job, token))
+            elif tokens[0] is not None:
+                drawn.append(self._accept(entry, tokens))
         return drawn
 
     def abandon(self, step: ScheduledStep) -> None:
@@ -254,13 +273,14 @@ class Scheduler:
         """Note that the job's prefill worker has begun: from now on blocks may be reserved."""
         job.is_offered = True
 
-    def verified(self, job: WorkerJob, first_token: SampledToken) -> DrawnToken | None:
+    def verified(self, job: WorkerJob, first_token: SampledToken) -> DrawnTokens | None:
         """Account for the whole prompt's KV and its first token. Return None where the job was ended meanwhile."""
         if not self._received(job):
             return None
         job.sequence.received(self.pool, len(job.sequence.token_ids))
         self._run(job)
-        return self._append(job, first_token)
+        index = job.sequence.num_output_tokens
+        return DrawnTokens(job, index, (first_token,), self._append(job, first_token))
 
     def transfer_failed(self, job: WorkerJob) -> None:
         """Queue the job again, to be computed here: no KV arrives, and nothing writes into its blocks any more."""
@@ -358,11 +378,36 @@ class Scheduler:
         self._settle_shares(job for job in wanting if job not in chunks or chunks[job] < job.num_unscheduled)
         return [self._entry(job, num_tokens) for job, num_tokens in chunks.items()]
 
-    def _entry(self, job: WorkerJob, num_tokens: int, follows: int | None = None) -> StepEntry:
+    def _entry(
+        self, job: WorkerJob, num_tokens: int, follows: int | None = None, draft: Sequence[int] = ()
+    ) -> StepEntry:
         """Give the job a part in the step; `follows` is that of SequenceStep."""
         step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
+        drafts = job.sequence.draft_steps(draft, step.start + 1) if draft else ()
         job.begin_step(step)
-        return StepEntry(job, step)
+        return StepEntry(job, step, drafts)
+
+    def _awaits_drafts(self, in_flight: ScheduledStep, decodes: Sequence[WorkerJob]) -> bool:
+        """Return True where the next step is better decided at the end of the one under way, with drafts."""
+        if self._speculator is None or not decodes:
+            return False
+        return in_flight.has_drafts or self._speculator.is_worth_waiting(decodes, self._config.max_batch - len(decodes))
+
+    def _drafts(self, decodes: Sequence[WorkerJob], num_prompts: int) -> dict[WorkerJob, list[int]]:
+        """Return the tokens to draft for these jobs, which have blocks for them then.
+
+        Drafts take no blocks that admission would leave to running streams.
+        """
+        if self._speculator is None or not decodes:
+            return {}
+        found = self._speculator.drafts(decodes, self._config.max_batch - len(decodes) - num_prompts)
+        for job, draft in found.items():
+            spare = self.pool.free_blocks - len(decodes) * self.pool.groups.count
+            if job.sequence.blocks_needed(1 + len(draft)) > max(0, spare):
+                held = job.sequence.num_held - job.num_scheduled - 1
+                del draft[max(0, held) :]
+            job.sequence.reserve(self.pool, 1 + len(draft))
+        return found
 
     def _settle_shares(self, left: Iterable[WorkerJob]) -> None:
         """Settle the classes' shares for a step that leaves these jobs wanting more."""
@@ -425,14 +470,34 @@ class Scheduler:
             return False
         return True
 
-    def _append(self, job: WorkerJob, token: SampledToken) -> DrawnToken:
-        sequence = job.sequence
+    def _accept(self, entry: StepEntry, tokens: Sequence[SampledToken | None]) -> DrawnTokens:
+        """Append the token that the entry's step drew, and each one further that a right draft stands before."""
+        job, sequence = entry.job, entry.job.sequence
         index = sequence.num_output_tokens
+        accepted: list[SampledToken] = []
+        reason: FinishReason | None = None
+        for place, token in enumerate(tokens):
+            if token is None or (place and not _is_sound(entry.drafts[place - 1])):
+                break
+            if place:
+                sequence.computed(self.pool, len(sequence.token_ids))
+            accepted.append(token)
+            reason = self._append(job, token)
+            is_last = place == len(entry.drafts) or job.has_ended
+            if is_last or entry.drafts[place].token_ids[0] != token.token_id:
+                break
+        if entry.drafts and self._speculator is not None:
+            self._speculator.verified(job, len(entry.drafts), len(accepted) - 1)
+        return DrawnTokens(job, index, tuple(accepted), reason)
+
+    def _append(self, job: WorkerJob, token: SampledToken) -> FinishReason | None:
+        """Append a token, and end the job where that finishes it; return the reason."""
+        sequence = job.sequence
         sequence.append(token.token_id)
-        reason = finish_reason(sequence.request, index + 1, token.token_id)
+        reason = finish_reason(sequence.request, sequence.num_output_tokens, token.token_id)
         if reason is not None or job.is_prefill_only:
             self.end(job)
-        return DrawnToken(job, index, token, reason)
+        return reason
 
     # --- the phases of a job ---
 
@@ -474,6 +539,11 @@ class Scheduler:
         if job.has_ended and not job.is_in_use:
             job.sequence.reset(self.pool)
             self._swapping.release(job)
+
+
+def _is_sound(draft: SequenceStep) -> bool:
+    """Return True unless the draft's row failed; its token is then drawn once more, without the draft."""
+    return draft.draw is None or draft.draw.fault is None or draft.draw.fault.error is None
 
 
 def _check_fits(request: GenerateRequest, max_context: int, capacity: int, *, is_prefill_only: bool) -> None:

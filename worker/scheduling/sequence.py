@@ -3,6 +3,8 @@
 Both roles use it. No torch, no I/O; the owner of a sequence ends it with `reset`, on every path.
 """
 
+from collections.abc import Sequence
+
 from twostroke.model.step import Constraint, Draw, PromptScorer, RowFault, SequenceStep, TokenCounts, is_penalised
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
@@ -236,6 +238,36 @@ class SequenceState:
         token_ids = self.token_ids[start:end] if follows is None else (0,)
         copied_from = self._copied_from if start == self.num_computed else None  # by the first of its steps
         return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.scorer, copied_from)
+
+    def draft_steps(self, draft: Sequence[int], start: int) -> tuple[SequenceStep, ...]:
+        """Return the rows of drafted tokens, the first of which is at position `start`: each draws the token after it.
+
+        The row before them is the step of the last token, with a draw; blocks for all of them are held.
+        Raises ValueError where they are not.
+        """
+        if start + len(draft) > self.num_held:
+            raise ValueError(f"{len(self.block_ids)} blocks don't hold {start + len(draft)} tokens")
+        sampling, steps = self.request.sampling, []
+        for place, token_id in enumerate(draft):
+            num_drafted = place + 1
+            counts = self._counts_for_draw()
+            draw = Draw(
+                sampling=sampling,
+                history=[*self.token_ids, *draft[:num_drafted]] if self._needs_history else self.token_ids,
+                num_prompt_tokens=self.request.num_prompt_tokens,
+                forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drafted),
+                counts=None if counts is None else counts.copy(),
+                constraint=self.constraint,
+                fault=RowFault(),
+                num_drafted=num_drafted,
+            )
+            steps.append(SequenceStep((token_id,), start + place, self.block_ids, draw))
+        return tuple(steps)
+
+    @property
+    def _needs_history(self) -> bool:
+        """True where a draw looks at the tokens before it."""
+        return is_penalised(self.request.sampling) or self.constraint is not None
 
     def _tail_name(self) -> BlockHash | None:
         """Return the name of the prompt's tokens behind its last full block, the last token aside; None without any.

@@ -20,6 +20,12 @@ class StepEntry(msgspec.Struct, frozen=True):
 
     job: WorkerJob
     step: SequenceStep
+    drafts: tuple[SequenceStep, ...] = ()  # rows behind it that count as far as the rows before draw their tokens
+
+    @property
+    def rows(self) -> tuple[SequenceStep, ...]:
+        """All of the job's entries in the engine's batch."""
+        return (self.step, *self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +60,27 @@ class ScheduledStep:
         return not (self.entries or self.swaps)
 
     @property
+    def has_drafts(self) -> bool:
+        """True where a job's next position is known only once the step has ended."""
+        return any(one.drafts for one in self.entries)
+
+    @property
+    def batch(self) -> list[SequenceStep]:
+        """The engine's batch."""
+        return [row for entry in self.entries for row in entry.rows]
+
+    @property
     def drawing(self) -> dict[WorkerJob, int]:
-        """The jobs that the step draws a token for, each with the index of its entry."""
+        """The jobs that a step without drafts draws a token for, each with the index of its entry."""
         return {one.job: index for index, one in enumerate(self.entries) if one.step.draw is not None}
 
 
-class DrawnToken(msgspec.Struct, frozen=True):
-    """A token that was drawn or received, and the reason where it finishes its request."""
+class DrawnTokens(msgspec.Struct, frozen=True):
+    """Tokens of one request that a step drew, or one that was received, and the reason where they finish it."""
 
     job: WorkerJob
-    index: int  # of the token among the request's output tokens
-    token: SampledToken
+    index: int  # of the first of them among the request's output tokens
+    tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
 
     @property
@@ -72,7 +88,7 @@ class DrawnToken(msgspec.Struct, frozen=True):
         """The event for the request's router."""
         request, is_first = self.job.request, self.index == self.job.request.num_output_tokens_given
         num_cached = self.job.num_cached_tokens if is_first else None
-        return TokenEvent(request.request_id, self.index, (self.token,), self.finish_reason, None, num_cached)
+        return TokenEvent(request.request_id, self.index, self.tokens, self.finish_reason, None, num_cached)
 
 
 @dataclass(slots=True)
@@ -88,6 +104,12 @@ class PromptBudget:
     def is_spent(self) -> bool:
         """True where not even a small chunk with nothing before it is left."""
         return self._most(CHUNK_MULTIPLE, 0) == 0
+
+    def spend_on_rows(self, num_rows: int) -> None:
+        """Take off rows of drafts, which come before prompts."""
+        self.tokens = max(0, self.tokens - num_rows)
+        if self.seconds is not None and self.costs is not None:
+            self.seconds -= self.costs.decode_s(num_rows, 0)
 
     def take(self, wanted: int, num_before: int) -> int:
         """Take a chunk of at most `wanted` tokens after `num_before` others; return its length, 0 where none is."""

@@ -16,7 +16,9 @@ from twostroke.worker.scheduling.policy import StepBudget
 from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
 from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import Admitted, DrawnToken, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, DrawnTokens, ScheduledStep
+from twostroke.worker.speculation.config import SpeculationConfig
+from twostroke.worker.speculation.speculator import Speculator
 
 BLOCK = 4
 MAX_CONTEXT = 200
@@ -61,6 +63,7 @@ class Rig:
         preemption: PreemptionMode = "swap",
         costs: StepCosts | None = None,
         groups: KVGroups = ONE_GROUP,
+        has_drafts: bool = False,
     ):
         self.pool = BlockPool(num_blocks, BLOCK, groups)
         memory = HostMemory(swap_blocks) if swap_blocks and role == "decode" else None
@@ -77,7 +80,8 @@ class Rig:
             watermark = watermark_blocks and (watermark_blocks + 0.5) / num_blocks
             budget = a_step_budget(max_step_tokens, costs, watermark=watermark, **common)
             policy = DecodePolicy(budget.config, budget.costs, self.pool)
-            self.scheduler = Scheduler(self.pool, budget.config, MAX_CONTEXT, policy, self.swapping)
+            self.speculator = Speculator(SpeculationConfig(), budget.costs, 1.0) if has_drafts else None
+            self.scheduler = Scheduler(self.pool, budget.config, MAX_CONTEXT, policy, self.swapping, self.speculator)
         else:
             config = PrefillConfig(max_step_tokens=max_step_tokens, **common)
             policy = PrefillPolicy(config, lambda: costs, self.pool)
@@ -127,9 +131,9 @@ class Rig:
     def schedule(self) -> ScheduledStep:
         return self.scheduler.schedule()  # type: ignore[no-any-return]
 
-    def end(self, step: ScheduledStep, token: SampledToken = TOKEN) -> list[DrawnToken]:
+    def end(self, step: ScheduledStep, token: SampledToken = TOKEN) -> list[DrawnTokens]:
         """The step has run, and has drawn `token` for all who draw."""
-        drawn = self.scheduler.complete(step, [token if one.step.draw is not None else None for one in step.entries])
+        drawn = self.scheduler.complete(step, [None if one.draw is None else token for one in step.batch])
         self.check()
         return drawn  # type: ignore[no-any-return]
 

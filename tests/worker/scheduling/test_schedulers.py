@@ -11,7 +11,7 @@ from tests.worker.scheduling.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle,
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.step import Admitted, DrawnToken, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, DrawnTokens, ScheduledStep
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
 
@@ -259,7 +259,8 @@ def test_where_blocks_are_short_every_offer_that_waits_is_given_up(role: str) ->
     more_tokens=st.integers(0, 20),
     watermark_blocks=st.integers(0, 3),
     swap_blocks=st.sampled_from((0, 5, 20)),
-    costs=st.sampled_from((None, StepCosts(0.010, 0.001, 0.0, 0.010, 0.0))),
+    costs=st.sampled_from((None, StepCosts(0.010, 0.001, 0.0, 0.010, 0.0), StepCosts(0.010, 0.001, 0.0, 0.001, 0.0))),
+    has_drafts=st.booleans(),
 )
 def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_lost(
     role: str,
@@ -270,6 +271,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
     watermark_blocks: int,
     swap_blocks: int,
     costs: StepCosts | None,
+    has_drafts: bool,
 ) -> None:
     """Requests have classes, transfers both ways, pulls, swaps and steps ahead; steps fail, requests stop or abort."""
     draw, is_decode = random.Random(seed), role == "decode"
@@ -281,6 +283,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
         watermark_blocks=watermark_blocks,
         swap_blocks=swap_blocks,
         costs=costs,
+        has_drafts=has_drafts,
     )
     scheduler, outputs = rig.scheduler, dict[Any, list[int]]()
     coming: list[Any] = []  # whose KV is on its way here
@@ -312,7 +315,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
 
     def schedule(*behind: ScheduledStep) -> ScheduledStep:
         step: ScheduledStep = scheduler.schedule(*behind)
-        assert len(set(jobs(step))) == len(step.entries) <= max_batch
+        assert len(set(jobs(step))) == len(step.entries) <= len(step.batch) <= max_batch
         assert sum(num_tokens for _, num_tokens in parts(step)) <= max_batch + more_tokens
         assert not any(job.is_receiving or job.awaits_offer for job in jobs(step))
         admit(step.admitted)
@@ -337,10 +340,10 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
         elif (first := scheduler.verified(job, TOKEN)) is not None:
             note([first])
 
-    def note(drawn: list[DrawnToken]) -> None:
+    def note(drawn: list[DrawnTokens]) -> None:
         for one in drawn:
             assert one.index == len(outputs[one.job])
-            outputs[one.job].append(one.token.token_id)
+            outputs[one.job] += [token.token_id for token in one.tokens]
 
     num_steps = 0
     under_way: list[ScheduledStep] = []

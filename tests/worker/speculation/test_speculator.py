@@ -1,0 +1,115 @@
+"""Drafts by what rows cost and by how often predictions were right; all that ends a draft."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from tests.worker.scheduling.scheduler_rig import STOP, TOKEN, Rig
+from twostroke.protocol.requests import Promise, SampledToken
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
+from twostroke.worker.speculation.config import SpeculationConfig
+
+CHEAP = StepCosts(0.010, 0.001, 0.0, 0.0005, 0.0)
+DEAR = StepCosts(0.0001, 0.001, 0.0, 0.010, 0.0)
+
+
+def a_rig(costs: StepCosts | None = CHEAP, **settings: Any) -> Rig:
+    return Rig(costs=costs, has_drafts=True, max_step_tokens=64, **settings)
+
+
+def drafts_of(rig: Rig, steps: int, token: SampledToken = TOKEN) -> list[int]:
+    """Run steps that draw `token` everywhere; return each one's drafted rows."""
+    found = []
+    for _ in range(steps):
+        step = rig.schedule()
+        found.append(len(step.batch) - len(step.entries))
+        rig.end(step, token)
+    return found
+
+
+def test_an_answer_that_repeats_itself_comes_in_fewer_steps() -> None:
+    rig = a_rig()
+    job = rig.add(5, 60)
+    steps = 0
+    while not job.has_ended:
+        rig.end(rig.schedule())
+        steps += 1
+    assert job.sequence.num_output_tokens == 60
+    assert steps < 15
+    assert rig.speculator.counters.accepted_tokens == 60 - steps
+
+
+def test_nothing_is_drafted_where_rows_are_dear_or_costs_unknown_or_places_taken() -> None:
+    for rig in (a_rig(DEAR), a_rig(None), a_rig(max_batch=1)):
+        rig.add(5, 30)
+        assert drafts_of(rig, 20) == [0] * 20
+
+
+def test_nothing_is_drafted_beyond_max_tokens_or_a_stop_token() -> None:
+    rig = a_rig()
+    job = rig.add(5, 12)
+    while not job.has_ended:
+        step = rig.schedule()
+        assert len(step.batch) <= 12 - job.sequence.num_output_tokens
+        rig.end(step)
+    rig = a_rig()
+    job = rig.add(5, 30)
+    job.sequence.token_ids[:] = [7, 8, 9, STOP, 4, 7, 8, 9]
+    rig.scheduler.waiting[0].sequence.token_ids = job.sequence.token_ids
+    rig.run()  # the prompt
+    assert not any(row.token_ids[0] == STOP for row in rig.schedule().batch[1:])
+
+
+def test_a_wrong_draft_costs_its_rows_and_nothing_else() -> None:
+    rig = a_rig()
+    job = rig.add(5, 60)
+    drafts_of(rig, 8)
+    step = rig.schedule()
+    assert step.has_drafts
+    before = job.sequence.num_output_tokens
+    other = SampledToken(TOKEN.token_id + 1)
+    (drawn,) = rig.scheduler.complete(step, [other for _ in step.batch])
+    assert (drawn.index, drawn.tokens) == (before, (other,))
+    assert job.sequence.num_computed == len(job.sequence.token_ids) - 1
+    assert not rig.schedule().has_drafts, "the last tokens stand nowhere else"
+
+
+def test_requests_whose_predictions_fail_are_drafted_less() -> None:
+    rates, own = AcceptanceRates(), OwnAcceptance()
+    first = own.chance(rates.rate("own", 3))
+    for _ in range(20):
+        own.note(rates.rate("own", 3), is_right=False)
+        rates.note("own", 3, is_right=False)
+    assert own.chance(rates.rate("own", 3)) < 0.3 * first
+    assert rates.rate("own", 24) == AcceptanceRates().rate("own", 24)
+    assert rates.rate("answers", 3) == AcceptanceRates().rate("answers", 3)
+    for _ in range(60):
+        own.note(rates.rate("own", 24), is_right=True)
+    assert own.chance(rates.rate("own", 24)) > 0.85
+
+
+def test_a_promise_bounds_the_rows_of_drafts() -> None:
+    step_s = CHEAP.base_s + CHEAP.row_s
+    rig = a_rig()
+    rig.add(5, 60, promise=Promise("chat", 0, 0.0, None, step_s + 2.5 * CHEAP.row_s))
+    assert max(drafts_of(rig, 12)) == 2
+
+
+def test_a_step_with_drafts_is_not_followed_and_likely_ones_are_waited_for() -> None:
+    rig = a_rig()
+    rig.add(5, 60)
+    rig.end(rig.schedule())
+    first = rig.schedule()
+    assert not rig.scheduler.schedule(first).is_empty, "nothing to repeat yet"
+    rig = a_rig()
+    rig.add(5, 60)
+    drafts_of(rig, 8)
+    assert rig.scheduler.schedule(rig.schedule()).is_empty
+
+
+@pytest.mark.parametrize("written", ["off", False, {"method": "off"}])
+def test_the_method_alone_is_a_setting(written: Any) -> None:
+    found = TypeAdapter(SpeculationConfig).validate_python(written)
+    assert (found.method, found.is_on, found.uses_answers) == ("off", False, False)

@@ -1,0 +1,272 @@
+"""Drafts for the requests that decode: what comes next is guessed, and a step draws several tokens of a request. Pure.
+
+A draw depends on seed and position alone, so verifying is drawing: a drafted token is one more row of the step at the
+next position, and it is right if the row before it draws that very token. Answers are the same as without drafts,
+greedy or sampled; drafts only decide how many steps they take.
+
+**Rows.** A row costs time, which the worker's step costs tell. Of all requests' drafts the likeliest tokens come
+first, and rows are added as long as the tokens that a second is expected to bring increase. Where a request has a
+TPOT promise, the step may not exceed it for drafts. So a busy worker drafts little, and text that repeats nothing
+pays next to nothing.
+
+**Waiting.** A step with drafts can't be scheduled ahead, since its tokens must be known. `is_worth_waiting` says
+whether drafts are expected to bring more than scheduling ahead saves.
+
+Models with states beside KV have no drafts: a state takes one token after the other.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduling.job import WorkerJob
+from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.speculation.acceptance import AcceptanceRates, DraftSource, OwnAcceptance
+from twostroke.worker.speculation.config import SpeculationConfig
+from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
+
+GAP_S = 0.0006
+"""Seconds that the engine waits for the event loop where a step is not scheduled ahead."""
+LEAST_CHANCE = 0.05
+"""Less likely tokens are never drafted."""
+_FORCED_MEMORY = 0.9
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Tokens that may come next in one request, each with the chance that it is reached and right."""
+
+    job: WorkerJob
+    source: DraftSource
+    token_ids: list[int]
+    chances: list[float]
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Counters of drafts that steps have run."""
+
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+class RequestPredictor:
+    """Predicts one request's next tokens, and learns how often it is right."""
+
+    def __init__(self, sequence: SequenceState, corpus: AnswerCorpus | None, rates: AcceptanceRates):
+        request = sequence.request
+        self._salt = request.cache_salt
+        self._corpus = corpus
+        self._rates = rates
+        self._own = OwnAcceptance()
+        self._match: Match | None = None
+        self._source: DraftSource = "own"
+        self.forced_per_step = 1.0  # tokens that its grammar left no choice for, lately
+        self.is_forced = False  # its last draft was of these
+        # What the client expects stands before the prompt, and is where the answer is expected to begin.
+        self._num_before = 0
+        self._tokens = SuffixTokens(())
+        if request.prediction:
+            self._tokens.extend((*request.prediction, END))
+            self._num_before = len(self._tokens)
+            self._tokens.extend(sequence.token_ids[: request.num_prompt_tokens])
+            self._match, self._source = Match(self._tokens, 0, MOST_MATCH), "prediction"
+            self.catch_up(sequence.token_ids)
+        else:
+            self._tokens.extend(sequence.token_ids)
+            self._search()
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        """Take in the tokens that the request has got since the last call."""
+        for token_id in token_ids[len(self._tokens) - self._num_before :]:
+            self._take(token_id)
+
+    def predict(self, most: int, skip: int = 0) -> tuple[list[int], list[float]]:
+        """Return the tokens after the next `skip` ones that are expected next, and the chance of each.
+
+        A chance counts the skipped tokens, too.
+        """
+        if self._match is None:
+            return [], []
+        token_ids: list[int] = []
+        chances: list[float] = []
+        chance = 1.0
+        for step, token_id in enumerate(self._match.predict(most + skip)):
+            chance *= self._own.chance(self._rates.rate(self._source, self._match.length + step))
+            if chance < LEAST_CHANCE:
+                break
+            if step >= skip:
+                token_ids.append(token_id)
+                chances.append(chance)
+        return token_ids, chances
+
+    @property
+    def source(self) -> DraftSource:
+        """The source of its predictions."""
+        return self._source
+
+    def _take(self, token_id: int) -> None:
+        match = self._match
+        if match is not None:
+            predicted = match.source.token_at(match.next_place)
+            if predicted is not None:
+                is_right = predicted == token_id
+                self._own.note(self._rates.rate(self._source, match.length), is_right=is_right)
+                self._rates.note(self._source, match.length, is_right=is_right)
+                if is_right:
+                    match.follow()
+                else:
+                    self._match = None
+            else:
+                self._match = None
+        self._tokens.extend((token_id,))
+        if self._match is None:
+            self._search()
+
+    def _search(self) -> None:
+        self._match, self._source = self._tokens.longest_match(), "own"
+        if self._corpus is not None and (self._match is None or self._match.length < MOST_MATCH):
+            other = self._corpus.longest_match(self._salt, self._tokens.last(MOST_MATCH))
+            if other is not None and (self._match is None or other.length > self._match.length):
+                self._match, self._source = other, "answers"
+
+
+class Speculator:
+    """Decides a worker's drafts, and counts what becomes of them."""
+
+    def __init__(self, config: SpeculationConfig, costs: Callable[[], StepCosts | None], safety: float):
+        """`costs` are the worker's; `safety` is the share of a TPOT promise that a step may take."""
+        self.counters = SpeculationCounters(accepted_by_position=[0] * config.num_speculative_tokens)
+        self._most = config.num_speculative_tokens
+        self._costs = costs
+        self._safety = safety
+        self._rates = AcceptanceRates()
+        self.corpus = AnswerCorpus(config.corpus_tokens) if config.uses_answers else None
+
+    def is_worth_waiting(self, decodes: Sequence[WorkerJob], room: int) -> bool:
+        """Return True where the step after the one that runs is better decided at its end, with drafts.
+
+        `room` is how many rows may be added.
+        """
+        costs = self._costs()
+        if costs is None or room <= 0 or not self._can_pay(costs, decodes):
+            return False
+        drafts = []
+        for job in decodes:
+            predictor = self._predictor(job)
+            if job.sequence.constraint is not None and predictor.forced_per_step > LEAST_CHANCE:
+                likely = max(1, round(predictor.forced_per_step))
+                drafts.append(_Draft(job, "grammar", [0] * likely, [min(1.0, predictor.forced_per_step)] * likely))
+                continue
+            token_ids, chances = predictor.predict(
+                min(self._most, _most_useful(job) - job.num_drawing), job.num_drawing
+            )
+            if token_ids:
+                drafts.append(_Draft(job, predictor.source, token_ids, chances))
+        if not drafts:
+            return False
+        taken, step_s, expected = self._fill(drafts, decodes, costs, room)
+        without_s = _step_s(costs, decodes)
+        return bool(taken) and (len(decodes) + expected) * without_s > len(decodes) * (step_s + GAP_S)
+
+    def drafts(self, decodes: Sequence[WorkerJob], room: int) -> dict[WorkerJob, list[int]]:
+        """Return the tokens to draft for each of these requests, at most `room` in all. No step may be under way."""
+        costs = self._costs()
+        if costs is None or room <= 0 or not self._can_pay(costs, decodes):
+            return {}
+        drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
+        taken, _, _ = self._fill(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)
+        return taken
+
+    def verified(self, job: WorkerJob, num_drafted: int, num_accepted: int) -> None:
+        """Count a draft that a step has run, and learn whether forced tokens come as expected."""
+        if job.predictor is not None and job.predictor.is_forced:
+            for place in range(min(num_accepted + 1, num_drafted)):
+                self._rates.note("grammar", MOST_MATCH, is_right=place < num_accepted)
+        counters = self.counters
+        counters.num_drafts += 1
+        counters.draft_tokens += num_drafted
+        counters.accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            counters.accepted_by_position[place] += 1
+
+    def ended(self, job: WorkerJob) -> None:
+        """Keep a request's answer for later ones, and forget the request."""
+        job.predictor = None
+        if self.corpus is not None:
+            self.corpus.add(job.request.cache_salt, job.sequence.token_ids[job.request.num_prompt_tokens :])
+
+    def _predictor(self, job: WorkerJob) -> RequestPredictor:
+        if job.predictor is None:
+            job.predictor = RequestPredictor(job.sequence, self.corpus, self._rates)
+        else:
+            job.predictor.catch_up(job.sequence.token_ids)
+        return job.predictor
+
+    def _draft(self, job: WorkerJob) -> _Draft | None:
+        """Return what may be drafted for a request, as far as its grammar and its end allow."""
+        most = min(self._most, _most_useful(job))
+        predictor = self._predictor(job)
+        if most <= 0:
+            return None
+        token_ids, chances = predictor.predict(most)
+        source, predictor.is_forced = predictor.source, False
+        constraint = job.sequence.constraint
+        if constraint is not None:
+            forced = constraint.forced_tokens(job.sequence.token_ids, job.request.num_prompt_tokens)[:most]
+            predictor.forced_per_step += (1.0 - _FORCED_MEMORY) * (len(forced) - predictor.forced_per_step)
+            if forced:
+                rate = self._rates.rate("grammar", MOST_MATCH)
+                token_ids, source, predictor.is_forced = forced, "grammar", True
+                chances = [rate ** (place + 1) for place in range(len(forced))]
+            else:
+                token_ids = token_ids[: constraint.num_valid(token_ids)] if token_ids else token_ids
+        stops = job.request.stop_token_ids
+        end = next((place for place, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
+        return _Draft(job, source, token_ids[:end], chances[:end]) if end else None
+
+    def _can_pay(self, costs: StepCosts, decodes: Sequence[WorkerJob]) -> bool:
+        """Return True where a row that is sure to be right would bring more tokens a second."""
+        step_s = _step_s(costs, decodes)
+        return len(decodes) * _row_s(costs, len(decodes), 0) < step_s
+
+    def _fill(
+        self, drafts: Sequence[_Draft], decodes: Sequence[WorkerJob], costs: StepCosts, room: int
+    ) -> tuple[dict[WorkerJob, list[int]], float, float]:
+        """Return the tokens to draft, the step's seconds with them, and how many tokens they are expected to bring."""
+        step_s, tokens = _step_s(costs, decodes), float(len(decodes))
+        promised_s = [job.request.promise.tpot_s for job in decodes if job.request.promise.tpot_s is not None]
+        most_s = max(step_s, min(promised_s, default=math.inf) * self._safety)
+        rows = sorted(
+            ((chance, draft) for draft in drafts for chance in draft.chances), key=lambda row: row[0], reverse=True
+        )
+        taken: dict[WorkerJob, list[int]] = {}
+        num_rows = len(decodes)
+        for chance, draft in rows[:room]:
+            row_s = _row_s(costs, num_rows, len(draft.job.sequence.token_ids))
+            if chance * step_s <= row_s * tokens or step_s + row_s > most_s:
+                break
+            step_s, tokens, num_rows = step_s + row_s, tokens + chance, num_rows + 1
+            so_far = taken.setdefault(draft.job, [])
+            so_far.append(draft.token_ids[len(so_far)])
+        return taken, step_s, tokens - len(decodes)
+
+
+def _most_useful(job: WorkerJob) -> int:
+    """Return how many tokens the request may still get beside the one that is drawn anyway."""
+    return job.request.max_tokens - job.sequence.num_output_tokens - 1
+
+
+def _step_s(costs: StepCosts, decodes: Sequence[WorkerJob]) -> float:
+    """Return the seconds of a step in which these requests decode."""
+    contexts = sum(len(job.sequence.token_ids) for job in decodes)
+    return costs.reading_s(len(decodes)) + costs.decode_s(len(decodes), contexts)
+
+
+def _row_s(costs: StepCosts, num_rows: int, num_context_tokens: int) -> float:
+    """Return the seconds that one more row adds to a step of `num_rows`."""
+    reading_s = costs.reading_s(num_rows + 1) - costs.reading_s(num_rows)
+    return reading_s + costs.decode_s(1, num_context_tokens)
