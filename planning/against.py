@@ -193,10 +193,18 @@ def simulated(plan: Plan, layout: Layout) -> list[Record]:
 
 def compare(plan: Plan, name: str, rate: float, layout: Layout, folder: Path) -> Cell:
     """Put the plan on the server, and into the simulation. Raises LoadTestError."""
-    planned = at_rate(plan, rate)
+    planned, before = at_rate(plan, rate), _accepted(plan.url)
     measured, answers, failed = figures_of(run_plan(planned, folder, show=False).records(), plan.warm_up_s)
+    accepted, drawn = (after - earlier for after, earlier in zip(_accepted(plan.url), before, strict=True))
+    layout = layout.with_repeated(accepted / drawn if drawn else 0.0)
     expected, _, _ = figures_of(simulated(planned, layout), plan.warm_up_s)
     return Cell(name, rate, answers, failed, measured, expected)
+
+
+def _accepted(url: str) -> tuple[int, int]:
+    """Return how many tokens of answers came as drafts so far, and how many in all."""
+    rows = [one["stats"] for one in fetch_status(url)["workers"]]
+    return sum(one["accepted_tokens"] for one in rows), sum(one["generated_tokens"] for one in rows)
 
 
 def against(

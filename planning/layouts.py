@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
+
+import msgspec
 
 from twostroke.loadtests.capacity import SearchRange, capacity_of
 from twostroke.planning.costs.roofline import usd_per_million
@@ -67,6 +69,10 @@ class Layout:
     def usd_per_hour(self) -> float:
         of_prefill = self.prefill.usd_per_hour * self.num_prefill if self.prefill else 0.0
         return self.decode.usd_per_hour * self.num_decode + of_prefill
+
+    def with_repeated(self, repeated: float) -> "Layout":
+        """Return the layout for a workload of whose answers so much repeats earlier text."""
+        return replace(self, decode=msgspec.structs.replace(self.decode, repeated=repeated))
 
     @property
     def num_quantised(self) -> int:

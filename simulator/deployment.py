@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import xxhash
 from msgspec import structs
 
 from twostroke.decode_worker.config import DecodeConfig
@@ -29,10 +30,14 @@ from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 from twostroke.worker.scheduling.queue_order import QueuePolicy
+from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7
-"""The one token that simulated engines draw."""
+"""The token that simulated engines draw where an answer repeats what came before."""
+NEW = 1 << 20
+"""The first of the tokens that they draw elsewhere, each once."""
+STRETCH = 24  # tokens that repeat what came before, or do not, in one piece
 STANDARD = Promise()
 LIMIT_S = 1e6  # of virtual time
 _TICK_S = 1e-9
@@ -170,7 +175,18 @@ class TimedEngine:
                 await self._machine.compute(alone_s, beside_s, last_layer)
                 on_layer(FAKE_LAYERS - 1)
             self.busy_s += asyncio.get_running_loop().time() - began
-            return [None if one.draw is None else SampledToken(ANSWER) for one in batch]
+            repeated = self._profile.repeated
+            return [
+                None if one.draw is None else SampledToken(answer_token(one.start + len(one.token_ids), repeated))
+                for one in batch
+            ]
+
+
+def answer_token(position: int, repeated: float) -> int:
+    """Return the token at a position of any sequence, of which the share `repeated` stands earlier."""
+    if not repeated or xxhash.xxh32_intdigest(b"", position // STRETCH) < repeated * (1 << 32):
+        return ANSWER
+    return NEW + position
 
 
 class _Fleet(SimFleet[TimedEngine]):
@@ -227,7 +243,8 @@ def serve(
     workers what their steps cost, as a server that has been used knows. `progress` is told how many requests have
     ended. `profile` is of decode workers, and, unless `prefill_profile` is given, of all.
     """
-    sender = prefill_profile or profile
+    sender = structs.replace(prefill_profile or profile, repeated=profile.repeated)
+    drafts = SpeculationConfig(method="ngram" if profile.repeated else "off")
     plan = FleetPlan(
         seed=seed,
         windows=(0,) * FAKE_LAYERS,
@@ -237,8 +254,12 @@ def serve(
         prefill_blocks=prefill_cache_tokens // BLOCK_TOKENS,
         decode_blocks=decode_cache_tokens // BLOCK_TOKENS,
         swap_blocks=0,
-        prefill=PrefillConfig(max_step_tokens=sender.step_tokens, max_batch=sender.max_batch, queue=queue),
-        decode=DecodeConfig(max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue),
+        prefill=PrefillConfig(
+            max_step_tokens=sender.step_tokens, max_batch=sender.max_batch, queue=queue, speculation=drafts
+        ),
+        decode=DecodeConfig(
+            max_step_tokens=profile.step_tokens, max_batch=profile.max_batch, queue=queue, speculation=drafts
+        ),
         max_chunk_bytes=1 << 22,
         max_context=max_context,
     )
@@ -338,7 +359,9 @@ class _Deployment:
             if served.refused:
                 await asyncio.sleep(0.0 if self._users is None else UNANSWERED_S)
                 break
-            history += (ANSWER,) * traced.num_output_tokens
+            repeated = self._profiles["decode"].repeated
+            places = range(len(history), len(history) + traced.num_output_tokens)
+            history += tuple([answer_token(place, repeated) for place in places])
         return self._clock() - self._began_s
 
     async def _ask(

@@ -36,6 +36,8 @@ class WorkerProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"
     block_size: AtLeastOne = BLOCK_TOKENS
     shares_contexts: bool = msgspec.field(default=False, name="context_parallel")  # ranks divide the tokens of latents
+    # Share of answers' tokens that repeat earlier text: a property of the workload. 0: no tokens are drafted.
+    repeated: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     copies: AtLeastOne = 1  # of heads, or of latents, on its ranks: KV is sent to each
 
     @property

@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-tokens", type=positive_count, metavar="N", help="of each worker's cache, whatever --costs says"
     )
     fleet.add_argument(
+        "--repeated",
+        type=share_of,
+        metavar="SHARE",
+        help="share of answers that repeats earlier text, for drafts to find (default: 0; --against measures it)",
+    )
+    fleet.add_argument(
         "--against", metavar="URL", help="put the same on this running server, and say how far its simulation is off"
     )
     fleet.add_argument(
@@ -114,6 +120,17 @@ def fleet_of(text: str) -> dict[str, int]:
     return counts
 
 
+def share_of(text: str) -> float:
+    """An argument's type."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a share, 0 to 1")
+    return share
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what can't be simulated."""
     began = time.perf_counter()
@@ -136,6 +153,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.kv_tokens < BLOCK_TOKENS:
             raise ConfigError(f"--kv-tokens {arguments.kv_tokens}: less than a block of {BLOCK_TOKENS} tokens")
         profile = msgspec.structs.replace(profile, kv_tokens=arguments.kv_tokens)
+    if arguments.repeated is not None:
+        profile = msgspec.structs.replace(profile, repeated=arguments.repeated)
     plan = _plan(arguments)
     prefill, decode = _counts(arguments, config)
     layout = Layout(mode_of(prefill, config.router), profile, decode, profile if prefill else None, prefill)
@@ -163,6 +182,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         observed = read_observations(records)
     else:
+        if arguments.repeated:
+            raise ConfigError("--repeated: only runs with --events exact draft tokens")
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
         coarse, scaling = _coarse(plan, layout, slo, config.autoscaling, arguments, say, moves=config.router.moves)
