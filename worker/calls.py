@@ -17,7 +17,7 @@ from twostroke.protocol.requests import (
 )
 from twostroke.worker.call_log import failed_alone
 from twostroke.worker.scheduling.job import Phase, WorkerJob
-from twostroke.worker.scheduling.step import DrawnTokens
+from twostroke.worker.scheduling.step import NewTokens
 
 ReplyT = TypeVar("ReplyT", PrefillReply, DecodeReply)
 
@@ -83,7 +83,7 @@ class PrefillCall(WorkerCall[PrefillReply]):
         if len(self.chunk_ends_s) < MOST_CHUNKS and self.stepped_at is not None:
             self.chunk_ends_s.append(now - self.stepped_at)
 
-    def finish(self, drawn: DrawnTokens, now: float) -> None:
+    def finish(self, drawn: NewTokens, now: float) -> None:
         """Return from the call, whose prompt is computed. A token that was drawn although none is wanted is dropped."""
         stepped_at = now if self.stepped_at is None else self.stepped_at
         try:

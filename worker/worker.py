@@ -58,7 +58,7 @@ from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import Admitted, DrawnTokens, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
 from twostroke.worker.speculation.speculator import Speculator
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
@@ -366,7 +366,7 @@ class Worker:
             if isinstance(call, PrefillCall) and not entry.job.has_ended:
                 call.note_chunk(now)
 
-    def _emit(self, drawn: Sequence[DrawnTokens]) -> None:
+    def _emit(self, drawn: Sequence[NewTokens]) -> None:
         """Send one frame to each router whose requests have new tokens, and answer the calls that are finished."""
         events: dict[str, list[TokenEvent]] = defaultdict(list)
         for one in drawn:
@@ -384,7 +384,7 @@ class Worker:
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
-    def _finish_prefill(self, drawn: DrawnTokens) -> None:
+    def _finish_prefill(self, drawn: NewTokens) -> None:
         """Commit the transfer of a prompt that is computed, and answer its call."""
         call = self._call_of(drawn.job)
         assert isinstance(call, PrefillCall)

@@ -11,7 +11,7 @@ from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import Phase, WorkerJob
 from twostroke.worker.scheduling.queue_order import MOST_OVERTAKING_S
-from twostroke.worker.scheduling.step import DrawnTokens
+from twostroke.worker.scheduling.step import NewTokens
 
 LOW, MIDDLE, HIGH = (Promise(name, priority, 0.1) for priority, name in enumerate(("low", "middle", "high")))
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.0, row_s=0.010, context_s=0.0)
@@ -69,7 +69,7 @@ def test_a_request_with_a_transfer_reserves_its_prompt_and_joins_once_verified()
     job = rig.add(10, max_tokens=3, transfer=True)
     step = rig.schedule()
     assert (receiving(step.admitted), step.entries, len(job.sequence.block_ids)) == ((job,), (), 3)
-    assert rig.scheduler.verified(job, TOKEN) == DrawnTokens(job, 0, (TOKEN,), None)
+    assert rig.scheduler.verified(job, TOKEN) == NewTokens(job, 0, (TOKEN,), None)
     assert rig.run() == [(job, 1)]
     assert rig.pool.lookup(job.sequence.block_hashes) == 2
 
@@ -97,7 +97,7 @@ def test_a_first_token_that_ends_the_request_frees_it_at_once() -> None:
     rig = Rig()
     job = rig.add(10, transfer=True)
     rig.run()
-    assert rig.scheduler.verified(job, TOKEN) == DrawnTokens(job, 0, (TOKEN,), "length")
+    assert rig.scheduler.verified(job, TOKEN) == NewTokens(job, 0, (TOKEN,), "length")
     assert rig.pool.owned_blocks == 0
 
 

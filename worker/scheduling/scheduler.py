@@ -33,7 +33,7 @@ from twostroke.worker.scheduling.policy import StepPolicy
 from twostroke.worker.scheduling.preemption import Preemptor, Swapping
 from twostroke.worker.scheduling.queue_order import NO_LIMIT, ClassShares, turn_of, turns
 from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.scheduling.step import Admitted, DrawnTokens, PromptBudget, ScheduledStep, StepEntry, Swap
+from twostroke.worker.scheduling.step import Admitted, NewTokens, PromptBudget, ScheduledStep, StepEntry, Swap
 from twostroke.worker.speculation.speculator import Speculator
 
 
@@ -193,7 +193,7 @@ class Scheduler:
         swaps, self._swapped_in = tuple(self._swapped_in), []
         return ScheduledStep(tuple(entries), self._take_admitted(), swaps)
 
-    def complete(self, step: ScheduledStep, sampled: Sequence[SampledToken | None]) -> list[DrawnTokens]:
+    def complete(self, step: ScheduledStep, sampled: Sequence[SampledToken | None]) -> list[NewTokens]:
         """Account for a step that has run; return the drawn tokens of jobs that have not been ended meanwhile.
 
         Jobs whose token finishes them are ended.
@@ -205,7 +205,7 @@ class Scheduler:
             else:
                 self._swapping.release(swap.job)
             self._release_if_unused(swap.job)
-        drawn: list[DrawnTokens] = []
+        drawn: list[NewTokens] = []
         results = iter(sampled)
         for entry in step.entries:
             job, sequence = entry.job, entry.job.sequence
@@ -273,14 +273,14 @@ class Scheduler:
         """Note that the job's prefill worker has begun: from now on blocks may be reserved."""
         job.is_offered = True
 
-    def verified(self, job: WorkerJob, first_token: SampledToken) -> DrawnTokens | None:
+    def verified(self, job: WorkerJob, first_token: SampledToken) -> NewTokens | None:
         """Account for the whole prompt's KV and its first token. Return None where the job was ended meanwhile."""
         if not self._received(job):
             return None
         job.sequence.received(self.pool, len(job.sequence.token_ids))
         self._run(job)
         index = job.sequence.num_output_tokens
-        return DrawnTokens(job, index, (first_token,), self._append(job, first_token))
+        return NewTokens(job, index, (first_token,), self._append(job, first_token))
 
     def transfer_failed(self, job: WorkerJob) -> None:
         """Queue the job again, to be computed here: no KV arrives, and nothing writes into its blocks any more."""
@@ -470,7 +470,7 @@ class Scheduler:
             return False
         return True
 
-    def _accept(self, entry: StepEntry, tokens: Sequence[SampledToken | None]) -> DrawnTokens:
+    def _accept(self, entry: StepEntry, tokens: Sequence[SampledToken | None]) -> NewTokens:
         """Append the token that the entry's step drew, and each one further that a right draft stands before."""
         job, sequence = entry.job, entry.job.sequence
         index = sequence.num_output_tokens
@@ -488,7 +488,7 @@ class Scheduler:
                 break
         if entry.drafts and self._speculator is not None:
             self._speculator.verified(job, len(entry.drafts), len(accepted) - 1)
-        return DrawnTokens(job, index, tuple(accepted), reason)
+        return NewTokens(job, index, tuple(accepted), reason)
 
     def _append(self, job: WorkerJob, token: SampledToken) -> FinishReason | None:
         """Append a token, and end the job where that finishes it; return the reason."""

@@ -75,7 +75,7 @@ class ScheduledStep:
         return {one.job: index for index, one in enumerate(self.entries) if one.step.draw is not None}
 
 
-class DrawnTokens(msgspec.Struct, frozen=True):
+class NewTokens(msgspec.Struct, frozen=True):
     """Tokens of one request that a step drew, or one that was received, and the reason where they finish it."""
 
     job: WorkerJob

@@ -45,7 +45,7 @@ class AcceptanceRates:
 
 
 class OwnAcceptance:
-    """How often a request's predictions were right, beside what was expected of them."""
+    """Compares how often a request's predictions were right with what was expected of them."""
 
     __slots__ = ("_expected", "_right")
 

@@ -21,7 +21,7 @@ from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket, about
 from twostroke.worker.calls import DecodeCall
 from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import DrawnTokens
+from twostroke.worker.scheduling.step import NewTokens
 from twostroke.worker.transfers.pulls import PullingWorker, Transfers
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class PromptReceiver:
     transfers: Transfers
     router_wait_s: float
     clock: Clock
-    emit: Callable[[DrawnTokens], None]  # a token that has come with the KV
+    emit: Callable[[NewTokens], None]  # a token that has come with the KV
 
     def await_offer(self, call: DecodeCall, ticket: Ticket) -> None:
         """Wait for the offer of a new call's KV; it may be here already."""

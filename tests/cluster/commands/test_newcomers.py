@@ -30,6 +30,11 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
         {"model": {"kv_cache_dtype": "fp8"}} | {role: {"max_batch": 64} for role in BOTH},
     ),
     (
+        """serve m --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'""",
+        {role: {"speculation": {"method": "ngram", "num_speculative_tokens": 4}} for role in BOTH},
+    ),
+    ("serve m --speculative-config off", {role: {"speculation": "off"} for role in BOTH}),
+    (
         "serve m --quantization int8 --chat-template x.jinja",
         {"model": {"quantization": "int8", "chat_template": "x.jinja"}},
     ),
@@ -38,8 +43,7 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
 TOLD = [
     ("serve m --enable-prefix-caching", "prefixes are always cached: leave it out"),
     ("serve m --no-enable-prefix-caching", "prefixes are always cached: leave it out"),
-    ("""serve m --speculative-config '{"method": "ngram"}'""", "no tokens are guessed ahead: leave it out"),
-    ("serve m --speculative-config.method ngram", "no tokens are guessed ahead: leave it out"),
+    ("serve m --speculative-model x", "drafts come from the text itself"),
     ("serve m --enable-lora --lora-modules sql=/x", "vLLM's enable_lora: adapters are not served: merge them"),
     ("serve m --enable-lora --lora-modules sql=/x", "vLLM's lora_modules: adapters are not served: merge them"),
     ("""serve m --kv-transfer-config '{"kv_role": "kv_both"}'""", "prefill and decode workers find each other"),

@@ -16,7 +16,7 @@ from twostroke.worker.scheduling.policy import StepBudget
 from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
 from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import Admitted, DrawnTokens, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
 from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.speculator import Speculator
 
@@ -131,7 +131,7 @@ class Rig:
     def schedule(self) -> ScheduledStep:
         return self.scheduler.schedule()  # type: ignore[no-any-return]
 
-    def end(self, step: ScheduledStep, token: SampledToken = TOKEN) -> list[DrawnTokens]:
+    def end(self, step: ScheduledStep, token: SampledToken = TOKEN) -> list[NewTokens]:
         """The step has run, and has drawn `token` for all who draw."""
         drawn = self.scheduler.complete(step, [None if one.draw is None else token for one in step.batch])
         self.check()

@@ -11,7 +11,7 @@ from tests.worker.scheduling.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle,
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.step import Admitted, DrawnTokens, ScheduledStep
+from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
 
@@ -340,7 +340,7 @@ def test_whatever_happens_every_request_gets_its_tokens_once_and_no_block_is_los
         elif (first := scheduler.verified(job, TOKEN)) is not None:
             note([first])
 
-    def note(drawn: list[DrawnTokens]) -> None:
+    def note(drawn: list[NewTokens]) -> None:
         for one in drawn:
             assert one.index == len(outputs[one.job])
             outputs[one.job] += [token.token_id for token in one.tokens]
