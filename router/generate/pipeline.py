@@ -198,6 +198,7 @@ class Pipeline:
                         is_first, last = False, now
                         sent.extend(token.token_id for token in event.tokens)
                         stages.num_output_tokens += len(event.tokens)
+                        stages.num_output_steps += bool(event.tokens)
                         if event.finish_reason is not None:
                             stages.finish = now
                         yield event

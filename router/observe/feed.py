@@ -184,6 +184,7 @@ def _fields(exchange: HttpExchange, request: GenerateRequest, stages: SequenceSt
         "prompt_tokens": request.num_prompt_tokens,
         "cached_tokens": stages.num_cached_tokens,
         "output_tokens": stages.num_output_tokens,
+        "output_steps": stages.num_output_steps,
         "kv_bytes": None
         if prefill is None
         else _kv_bytes(prefill, request.num_prompt_tokens - stages.num_skipped_tokens),

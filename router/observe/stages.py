@@ -87,6 +87,7 @@ class SequenceStages(WorkerTimings):
     moves: list[MoveStage] = field(default_factory=list)
     prefill_failures: int = 0  # how often the decode worker was told to compute the prompt after all
     num_output_tokens: int = 0
+    num_output_steps: int = 0  # that brought them: fewer where drafts were right
     num_reasoning_tokens: int = 0  # of these
     num_unparsed: int = 0  # what looks like calls, and could not be read as such
     num_preemptions: int = 0

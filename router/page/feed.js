@@ -75,12 +75,12 @@ function hearSequence({ kind, now: at, id, ...news }, name) {
   const failed = (known) => Math.max(0, (known.attempt ?? 0) - 1 - (known.moves?.length ?? 0)); // a move is no fault
   if (one.attempt && failed({ ...one, ...news }) > failed(one)) one.faults.push(news.begun ?? at);
   if (news.prefill_failures > (one.prefill_failures ?? 0)) one.faults.push(at);
-  const before = one.output_tokens ?? 0;
+  const [before, stepsBefore] = [one.output_tokens ?? 0, one.output_steps ?? 0];
   Object.assign(one, news);
   if (one.output_tokens > before) {
     const from = one.tokensAt ?? one.first_token ?? at;
     const to = one.finished ?? at;
-    one.ticks.push([from, Math.max(from, to), one.output_tokens - before, before === 0]);
+    one.ticks.push([from, Math.max(from, to), one.output_tokens - before, before === 0, one.output_steps - stepsBefore]);
     one.tokensAt = Math.max(from, to);
   }
   if (one.state === "over") one.over = one.finished ?? at;

@@ -353,21 +353,23 @@ function lane(scene, { sequence, top, height: high, name }) {
 
 const title = (sequence) => `${nameOf(sequence)} \u00b7 ${sequence.prompt_tokens}${gutter > 120 ? " in" : ""} \u2192 ${sequence.output_tokens}${gutter > 120 ? " out" : ""}`;
 
-/** A tick a token, or, where they stand closer than one sees, a band. */
+/** A tick a step, the wider the more tokens came together, or, where they stand closer than one sees, a band. */
 function ticks({ from, x }, sequence, y, bar) {
   pen.fillStyle = colours.decode;
   for (let place = sequence.ticks.length - 1; place >= 0; place--) {
-    const [begins, ends, count, isFirst] = sequence.ticks[place];
+    const [begins, ends, tokens, isFirst, steps] = sequence.ticks[place];
     if (ends < from) break;
     const [left, right] = [x(begins), x(ends)];
+    const count = Math.max(1, steps);
     const pitch = (right - left) / count;
+    const wide = Math.min(4, Math.max(1, Math.round(tokens / count)));
     if (count > 1 && pitch < 1.9) {
       pen.globalAlpha = 0.7;
       pen.fillRect(left, y, Math.max(1, right - left), bar);
       pen.globalAlpha = 1;
       continue;
     }
-    for (let k = isFirst && count > 1 ? 0 : 1; k <= count; k++) pen.fillRect(Math.round(left + k * pitch), y, 1, bar);
+    for (let k = isFirst && count > 1 ? 0 : 1; k <= count; k++) pen.fillRect(Math.round(left + k * pitch), y, wide, bar);
   }
 }
 

@@ -52,6 +52,7 @@ function ofSequence(one) {
     ["Decode", one.decode ? shortName(one.decode) : "\u2013"],
     ["KV moved", one.prefill ? `${bytes(one.kv_bytes)}, ${ms(one.transfer_s)}` : "none"],
   ];
+  if (one.output_tokens > one.output_steps) facts.push(["Tokens per step", (one.output_tokens / one.output_steps).toFixed(1)]);
   if (one.moves?.length) facts.push(["Moves", one.moves.map(([, , target]) => `to ${shortName(target)}`).join(", ")]);
   if (one.attempt > 1) facts.push(["Attempts", `${one.attempt}`]);
   if (one.prefill_failures) facts.push(["Prefill lost", `${one.prefill_failures}`]);

@@ -394,3 +394,35 @@ async def test_tokens_of_a_chat_are_counted_with_its_tools(site, client, speaker
     counted = (await site.http.post("/tokenize", json=body)).json()
     await ask(client, streams=False, tools=[RAIN])
     assert counted["tokens"] == list(site.rig["p0"].seen[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "content", ["Yes. And no.", [{"type": "text", "text": "Yes. "}, {"type": "text", "text": "And no."}]]
+)
+async def test_usage_tells_how_much_of_a_prediction_came_true(site, client, speaker, content):
+    plays(site, speaker, "Yes. And more.")
+    body = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
+    answer = await client.chat.completions.create(**body, prediction={"type": "content", "content": content})
+    details = answer.usage.completion_tokens_details
+    assert 0 < details.accepted_prediction_tokens < answer.usage.completion_tokens
+    assert details.rejected_prediction_tokens > 0
+    seen = [request for name in ("p0", "d0") for request in site.rig[name].seen]
+    assert seen
+    assert all(request.prediction for request in seen)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "field"),
+    [
+        ({"type": "content", "content": "word " * 5000}, "prediction"),
+        ({"type": "guess", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "prediction.content"),
+        ("Yes.", "prediction"),
+    ],
+)
+async def test_a_prediction_that_is_none_is_refused_by_name(site, prediction, field):
+    body = {"model": "fake", "messages": [{"role": "user", "content": "?"}], "prediction": prediction}
+    answer = await site.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(field), answer.text
