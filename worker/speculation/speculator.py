@@ -30,6 +30,8 @@ GAP_S = 0.0006
 """Seconds that the engine waits for the event loop where a step is not scheduled ahead."""
 LEAST_CHANCE = 0.05
 """Less likely tokens are never drafted."""
+LOOK_STEPS = 8
+"""Steps after which a request with a grammar is looked at again, though its grammar has forced nothing lately."""
 _FORCED_MEMORY = 0.9
 
 
@@ -66,6 +68,7 @@ class RequestPredictor:
         self._source: DraftSource = "own"
         self.forced_per_step = 1.0  # tokens that its grammar left no choice for, lately
         self.is_forced = False  # its last draft was of these
+        self.num_unseen = 0  # steps that were scheduled ahead, so that its grammar was not asked
         # What the client expects stands before the prompt, and is where the answer is expected to begin.
         self._num_before = 0
         self._tokens = SuffixTokens(())
@@ -157,10 +160,15 @@ class Speculator:
         drafts = []
         for job in decodes:
             predictor = self._predictor(job)
-            if job.sequence.constraint is not None and predictor.forced_per_step > LEAST_CHANCE:
-                likely = max(1, round(predictor.forced_per_step))
-                drafts.append(_Draft(job, "grammar", [0] * likely, [min(1.0, predictor.forced_per_step)] * likely))
-                continue
+            if job.sequence.constraint is not None:
+                predictor.num_unseen += 1
+                forced = predictor.forced_per_step
+                if predictor.num_unseen % LOOK_STEPS == 0:
+                    return True
+                if forced > LEAST_CHANCE:
+                    likely = max(1, round(forced))
+                    drafts.append(_Draft(job, "grammar", [0] * likely, [min(1.0, forced)] * likely))
+                    continue
             token_ids, chances = predictor.predict(
                 min(self._most, _most_useful(job) - job.num_drawing), job.num_drawing
             )

@@ -92,6 +92,45 @@ def test_a_matcher_that_begins_late_is_where_one_would_be_that_saw_every_token(
         assert n == len(output) or output[n] in allowed(expected)
 
 
+@pytest.mark.parametrize("num_cores", [1, 8], ids=["one by one", "at once"])
+def test_masks_behind_drafts_are_those_of_answers_that_have_them(
+    tokenizer: Tokenizer, vocabulary: LLTokenizer, num_cores: int
+) -> None:
+    """Drafts that are right, wrong from some token on, or end the answer; then the answer goes on otherwise."""
+    grammar = LLMatcher.grammar_from_json_schema(NUMBERS)
+    size, filler = vocabulary.vocab_size, MaskFiller(vocabulary.vocab_size, num_cores)
+    outputs = [tokenizer.encode(text, add_special_tokens=False).ids for text in ("[12, 3, 45]", "[1]", "[7, 8]")]
+    others = [tokenizer.encode(text, add_special_tokens=False).ids for text in ("[12, 99]", "[1]", "[7, 6]")]
+
+    def fresh(history: Sequence[int]) -> NDArray[np.int32]:
+        draw = a_draw(LLMatcher(vocabulary, grammar, log_level=0), history)
+        return fill(draw, len(history), history[-1], size)
+
+    histories = [[*PROMPT, output[0]] for output in outputs]
+    constraints = [Constraint(LLMatcher(vocabulary, grammar, log_level=0), fails) for _ in histories]
+    for drafted, length in ((outputs, 6), (others, 9), (outputs, 9)):
+        draws, positions, last_tokens, expected = [], [], [], []
+        for history, constraint, text in zip(histories, constraints, drafted, strict=True):
+            draft = [*text[len(history) - len(PROMPT) :], 1][: length - len(history)]
+            draft = draft[: constraint.num_valid(draft)] if constraint.forced_tokens(history, 3) is not None else []
+            for num_drafted in range(len(draft) + 1):
+                whole = [*history, *draft[:num_drafted]]
+                draw = Draw(SamplingParams(), whole, 3, constraint=constraint, num_drafted=num_drafted)
+                draws.append(draw)
+                positions.append(len(whole))
+                last_tokens.append(whole[-1])
+                expected.append(fresh(whole))
+        masks = filler.fill(draws, positions, last_tokens)
+        assert masks is not None
+        assert len(draws) > len(histories)
+        for row, words in enumerate(expected):
+            if last_tokens[row] != 1:  # nothing follows the end
+                assert np.array_equal(masks.words[row], words), row
+        for history, output in zip(histories, outputs, strict=True):
+            if len(history) - 3 < len(output):
+                history.append(output[len(history) - 3])
+
+
 def test_what_is_forbidden_is_in_no_mask_unless_nothing_else_is(vocabulary: LLTokenizer) -> None:
     size = vocabulary.vocab_size
     open_end = a_draw(matcher_of(vocabulary, "a*"), PROMPT, forbidden=(1, size + 40))
