@@ -353,6 +353,9 @@ class Worker:
         is_scored = any((one.job.request.scoring or _NO_SCORES).logprobs is not None for one in ended.step.entries)
         if not ended.step.swaps:  # the time of copies says nothing about other steps
             self._costs.add(ended.content, ended.seconds, is_plain=not is_scored)
+            if self._speculator is not None and not ended.content.prompt_tokens:
+                num_drafted = sum(len(entry.drafts) for entry in ended.step.entries)
+                self._speculator.step_ended([entry.job for entry in ended.step.entries], num_drafted, ended.seconds)
         prompts_s = ended.seconds * ended.content.prompts_part(self._costs.costs())
         self._swapping.step_ended(ended.content.prompt_tokens, prompts_s)
 

@@ -4,10 +4,10 @@ A draw depends on seed and position alone, so verifying is drawing: a drafted to
 next position, and it is right if the row before it draws that very token. Answers are the same as without drafts,
 greedy or sampled; drafts only decide how many steps they take.
 
-**Rows.** A row costs time, which the worker's step costs tell. Of all requests' drafts the likeliest tokens come
-first, and rows are added as long as the tokens that a second is expected to bring increase. Where a request has a
-TPOT promise, the step may not exceed it for drafts. So a busy worker drafts little, and text that repeats nothing
-pays next to nothing.
+**Rows.** A row costs time, which the worker's step costs tell, corrected by what rows of drafts took (row_costs.py).
+Of all requests' drafts the likeliest tokens come first, as many as bring the most tokens per second. Where a request
+has a TPOT promise, the step may not exceed it for drafts. So a busy worker drafts little, and text that repeats
+nothing pays next to nothing.
 
 **Waiting.** A step with drafts can't be scheduled ahead, since its tokens must be known. `is_worth_waiting` says
 whether drafts are expected to bring more than scheduling ahead saves.
@@ -24,6 +24,7 @@ from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.speculation.acceptance import AcceptanceRates, DraftSource, OwnAcceptance
 from twostroke.worker.speculation.config import SpeculationConfig
+from twostroke.worker.speculation.row_costs import DraftRowCosts
 from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
 
 GAP_S = 0.0006
@@ -147,6 +148,7 @@ class Speculator:
         self._costs = costs
         self._safety = safety
         self._rates = AcceptanceRates()
+        self._row_costs = DraftRowCosts()
         self.corpus = AnswerCorpus(config.corpus_tokens) if config.uses_answers else None
 
     def is_worth_waiting(self, decodes: Sequence[WorkerJob], room: int) -> bool:
@@ -186,8 +188,19 @@ class Speculator:
         if costs is None or room <= 0 or not self._can_pay(costs, decodes):
             return {}
         drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
+        self._row_costs.forget()
         taken, _, _ = self._fill(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)
         return taken
+
+    def step_ended(self, decodes: Sequence[WorkerJob], num_drafted: int, seconds: float) -> None:
+        """Learn what rows cost from a step in which these requests decoded, with drafts or without, and no others."""
+        costs = self._costs()
+        if costs is not None and decodes:
+            context = sum(len(job.sequence.token_ids) for job in decodes) // len(decodes)
+            num_rows = len(decodes) + num_drafted
+            reading_s = costs.reading_s(num_rows) - costs.reading_s(len(decodes))
+            drafted_s = reading_s + costs.decode_s(num_drafted, num_drafted * context)
+            self._row_costs.note(len(decodes), num_drafted, seconds, _step_s(costs, decodes), drafted_s)
 
     def verified(self, job: WorkerJob, num_drafted: int, num_accepted: int) -> None:
         """Count a draft that a step has run, and learn whether forced tokens come as expected."""
@@ -244,23 +257,30 @@ class Speculator:
     def _fill(
         self, drafts: Sequence[_Draft], decodes: Sequence[WorkerJob], costs: StepCosts, room: int
     ) -> tuple[dict[WorkerJob, list[int]], float, float]:
-        """Return the tokens to draft, the step's seconds with them, and how many tokens they are expected to bring."""
-        step_s, tokens = _step_s(costs, decodes), float(len(decodes))
+        """Return the tokens to draft, the step's seconds with them, and how many tokens they are expected to bring.
+
+        The likeliest rows come first, as many as bring the most tokens per second.
+        """
+        plain_s, num_decodes = _step_s(costs, decodes), len(decodes)
         promised_s = [job.request.promise.tpot_s for job in decodes if job.request.promise.tpot_s is not None]
-        most_s = max(step_s, min(promised_s, default=math.inf) * self._safety)
+        most_s = max(plain_s, min(promised_s, default=math.inf) * self._safety)
         rows = sorted(
             ((chance, draft) for draft in drafts for chance in draft.chances), key=lambda row: row[0], reverse=True
-        )
+        )[:room]
+        best, best_s, best_expected, best_rate = 0, plain_s, 0.0, num_decodes / plain_s
+        added_s = expected = 0.0
+        for number, (chance, draft) in enumerate(rows, 1):
+            added_s += _row_s(costs, num_decodes + number - 1, len(draft.job.sequence.token_ids))
+            expected += chance
+            step_s = plain_s + added_s * self._row_costs.correction(num_decodes, number)
+            if step_s <= most_s and (num_decodes + expected) / step_s > best_rate:
+                best, best_s, best_expected = number, step_s, expected
+                best_rate = (num_decodes + expected) / step_s
         taken: dict[WorkerJob, list[int]] = {}
-        num_rows = len(decodes)
-        for chance, draft in rows[:room]:
-            row_s = _row_s(costs, num_rows, len(draft.job.sequence.token_ids))
-            if chance * step_s <= row_s * tokens or step_s + row_s > most_s:
-                break
-            step_s, tokens, num_rows = step_s + row_s, tokens + chance, num_rows + 1
+        for _, draft in rows[:best]:
             so_far = taken.setdefault(draft.job, [])
             so_far.append(draft.token_ids[len(so_far)])
-        return taken, step_s, tokens - len(decodes)
+        return taken, best_s, best_expected
 
 
 def _most_useful(job: WorkerJob) -> int:
