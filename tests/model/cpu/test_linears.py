@@ -285,11 +285,14 @@ def test_projections_of_any_form_compute_with_the_dequantised_weight(form: str, 
     assert not found[[0, 3]].any()
 
 
+@pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_any_cpu_computes_with_any_form(form: str) -> None:
+def test_any_cpu_computes_with_any_form(form: str, has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_room:
+        monkeypatch.setattr(linears, "available_bytes", lambda device: 1000)
     weight = replace(random_quantized(form, 300, 72), order=torch.randperm(72))
     linear = make_linear(weight, None, "auto", torch.float32, Launcher())
-    assert isinstance(linear, TorchQuantizedLinear)
+    assert isinstance(linear, TorchQuantizedLinear) == (not has_room)
     x = torch.randn(3, 72)
     torch.testing.assert_close(linear(x), x @ weight.dequantized(torch.float32).T)
 
