@@ -41,8 +41,8 @@ LOADS = {
     "c1_schema": ("schema", 1),
     "c1_mixed": ("mixed", 1),
 }
-ANSWER_TOKENS = 160
-REQUESTS = {1: 4, 8: 16, 32: 64}
+ANSWER_TOKENS = 128
+REQUESTS = {1: 3, 8: 16, 32: 64}
 """Requests of a load by its users."""
 END_S = 5.0
 _NAMES = (

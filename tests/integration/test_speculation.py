@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_fleet import Served, Shape, serve
-from tests.model.architectures.test_conformance import SEEDS, SHAPES
+from tests.model.architectures.test_conformance import FAMILY_SHAPES, SEEDS, SHAPES
 from twostroke.protocol.requests import FinishReason, GenerateRequest, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
 from twostroke.router.observe.stages import SequenceStages
@@ -101,11 +101,33 @@ SHAPES_OF_FLEETS = {
     "swap": replace(
         BASE, num_blocks=40, block_size=4, swap_bytes=2**20, decode={"preemption": "swap", "swap_gib": 1.0}
     ),
+    "KV in FP8": replace(BASE, kv_cache_dtype="fp8"),
     "ranks": replace(BASE, transport="tcp", decode_ranks=2),
     "stages": replace(BASE, transport="tcp", decode_stages=2),
 }
-# Each layout of layers once, the plain one in every fleet.
-CASES = [("gqa", name) for name in SHAPES_OF_FLEETS]
+# The plain model in every fleet; layers that keep something else than all keys and values in one.
+FAMILIES = {
+    "gemma3": "blocks of 4",
+    "deepseek_v3_experts": "pressure",
+    "gemma4": "aggregated",
+    "llama4": "aggregated",
+    "gpt_oss": "aggregated",
+    "deepseek_v32": "aggregated",
+    "glm4_moe": "aggregated",
+    "mistral_window": "disaggregated",
+}
+IN_MAKE_TEST = ("gemma3", "deepseek_v3_experts", "gemma4")
+CASES = [
+    *(pytest.param("gqa", name, id=name) for name in SHAPES_OF_FLEETS),
+    *(
+        pytest.param(name, fleet, id=name, marks=[] if name in IN_MAKE_TEST else pytest.mark.models)
+        for name, fleet in FAMILIES.items()
+    ),
+]
+        )
+        for number, name in enumerate(FAMILIES)
+    ),
+]
 
 
 async def answers_of(folder: Path, shape: Shape) -> tuple[list[Answer], int, int]:
@@ -124,7 +146,7 @@ async def answers_of(folder: Path, shape: Shape) -> tuple[list[Answer], int, int
 
 @pytest.mark.parametrize(("model", "fleet"), CASES)
 async def test_drafts_change_no_answer(model: str, fleet: str, write_checkpoint: Any, cheap_rows: None) -> None:
-    folder = write_checkpoint(seed=SEEDS.get(model, 0), **SHAPES[model])
+    folder = write_checkpoint(seed=SEEDS.get(model, 0), **(SHAPES | FAMILY_SHAPES)[model])
     shape = SHAPES_OF_FLEETS[fleet]
     plain, drafted, _ = await answers_of(folder, replace(shape, decode={**shape.decode, **OFF}))
     assert drafted == 0
