@@ -124,10 +124,6 @@ CASES = [
         for name, fleet in FAMILIES.items()
     ),
 ]
-        )
-        for number, name in enumerate(FAMILIES)
-    ),
-]
 
 
 async def answers_of(folder: Path, shape: Shape) -> tuple[list[Answer], int, int]:
