@@ -27,8 +27,10 @@ from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.row_costs import DraftRowCosts
 from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
 
-GAP_S = 0.0006
-"""Seconds that the engine waits for the event loop where a step is not scheduled ahead."""
+GAP_S, SEARCH_S = 0.0006, 10e-6
+"""Seconds that the engine waits for the event loop where a step is not scheduled ahead, and more for each request."""
+PATIENCE, SELDOM = 16, 4
+"""Requests whose text has repeated nothing for so many tokens are searched at each fourth token alone."""
 LEAST_CHANCE = 0.05
 """Less likely tokens are never drafted."""
 LOOK_STEPS = 8
@@ -67,6 +69,7 @@ class RequestPredictor:
         self._own = OwnAcceptance()
         self._match: Match | None = None
         self._source: DraftSource = "own"
+        self._num_missed = 0  # tokens in a row that nothing predicted
         self.forced_per_step = 1.0  # tokens that its grammar left no choice for, lately
         self.is_forced = False  # its last draft was of these
         self.num_unseen = 0  # steps that were scheduled ahead, so that its grammar was not asked
@@ -113,22 +116,20 @@ class RequestPredictor:
         return self._source
 
     def _take(self, token_id: int) -> None:
-        match = self._match
-        if match is not None:
-            predicted = match.source.token_at(match.next_place)
-            if predicted is not None:
-                is_right = predicted == token_id
-                self._own.note(self._rates.rate(self._source, match.length), is_right=is_right)
-                self._rates.note(self._source, match.length, is_right=is_right)
-                if is_right:
-                    match.follow()
-                else:
-                    self._match = None
-            else:
-                self._match = None
+        match, self._match = self._match, None
+        predicted = None if match is None else match.source.token_at(match.next_place)
+        if match is not None and predicted is not None:
+            is_right = predicted == token_id
+            self._own.note(self._rates.rate(self._source, match.length), is_right=is_right)
+            self._rates.note(self._source, match.length, is_right=is_right)
+            if is_right:
+                match.follow()
+                self._match, self._num_missed = match, 0
         self._tokens.extend((token_id,))
         if self._match is None:
-            self._search()
+            self._num_missed += 1
+            if self._num_missed <= PATIENCE or len(self._tokens) % SELDOM == 0:
+                self._search()
 
     def _search(self) -> None:
         self._match, self._source = self._tokens.longest_match(), "own"
@@ -157,7 +158,7 @@ class Speculator:
         `room` is how many rows may be added.
         """
         costs = self._costs()
-        if costs is None or room <= 0 or not self._can_pay(costs, decodes):
+        if costs is None or room <= 0:
             return False
         drafts = []
         for job in decodes:
@@ -179,13 +180,13 @@ class Speculator:
         if not drafts:
             return False
         taken, step_s, expected = self._fill(drafts, decodes, costs, room)
-        without_s = _step_s(costs, decodes)
-        return bool(taken) and (len(decodes) + expected) * without_s > len(decodes) * (step_s + GAP_S)
+        plain_s, waited_s = _step_s(costs, decodes), step_s + GAP_S + SEARCH_S * len(decodes)
+        return bool(taken) and (len(decodes) + expected) * plain_s > len(decodes) * waited_s
 
     def drafts(self, decodes: Sequence[WorkerJob], room: int) -> dict[WorkerJob, list[int]]:
         """Return the tokens to draft for each of these requests, at most `room` in all. No step may be under way."""
         costs = self._costs()
-        if costs is None or room <= 0 or not self._can_pay(costs, decodes):
+        if costs is None or room <= 0:
             return {}
         drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
         self._row_costs.forget()
@@ -248,11 +249,6 @@ class Speculator:
         stops = job.request.stop_token_ids
         end = next((place for place, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
         return _Draft(job, source, token_ids[:end], chances[:end]) if end else None
-
-    def _can_pay(self, costs: StepCosts, decodes: Sequence[WorkerJob]) -> bool:
-        """Return True where a row that is sure to be right would bring more tokens a second."""
-        step_s = _step_s(costs, decodes)
-        return len(decodes) * _row_s(costs, len(decodes), 0) < step_s
 
     def _fill(
         self, drafts: Sequence[_Draft], decodes: Sequence[WorkerJob], costs: StepCosts, room: int
