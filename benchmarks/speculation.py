@@ -6,8 +6,9 @@
     mixed   prompts of code, JSON and chat, written by the generator too, answered greedily (1 user)
 
 Only one server computes at a time. A ratio divides the tokens per second with drafts by those without of the same turn,
-and the median over turns counts. `repeated` is the share of an answer's tokens whose last three tokens stand earlier in
-prompt or answer, without drafts: what a load is worth to speculation at most.
+and the median over turns counts. `repeated` is the share of an answer's tokens that end three tokens which stand earlier in
+that answer. `mismatched` counts answers that differ: in bf16, where a row's last bits depend on the rows beside it, a
+near-tie between two tokens may fall the other way.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import msgspec
 
 from twostroke.benchmarks.clients import stream_completion
 from twostroke.benchmarks.console import conclude, positive, say
+from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import become_subreaper, end_descendants
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
@@ -133,7 +135,7 @@ def body_of(kind: str, draw: random.Random) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="model.path of the servers (default: that of `twostroke serve`)")
+    parser.add_argument("--model", help="model.path of the servers (default: as `twostroke serve`)")
     parser.add_argument("--turns", type=positive, default=5, help="turns of all loads (default: %(default)s)")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="only these")
     parser.add_argument("--layout", choices=("aggregated", "default"), default="default", help="workers (%(default)s)")
@@ -165,8 +167,9 @@ def started(name: str, arguments: argparse.Namespace) -> Iterator[ServerProcess]
         "prefill": dict(speculation),
         "decode": dict(speculation),
     }
-    if arguments.model is not None:
-        settings["model"] = {"path": arguments.model}
+    model = arguments.model or instruct_model()
+    if model is not None:
+        settings["model"] = {"path": str(model)}
     if arguments.layout == "aggregated":
         settings["prefill"]["replicas"] = 0
     with (
