@@ -5,10 +5,10 @@
     schema  answers held to a JSON schema, whose fixed parts are known in advance (1 user)
     mixed   prompts of code, JSON and chat, written by the generator too, answered greedily (1 user)
 
-Only one server computes at a time. A ratio divides the tokens per second with drafts by those without of the same turn,
-and the median over turns counts. `repeated` is the share of an answer's tokens that end three tokens which stand earlier in
-that answer. `mismatched` counts answers that differ: in bf16, where a row's last bits depend on the rows beside it, a
-near-tie between two tokens may fall the other way.
+Only one server computes at a time. A ratio divides the tokens per second with drafts by those without of the same
+turn, and the median over turns counts. `repeated` is the share of an answer's tokens that end three tokens which
+stand earlier in that answer. `mismatched` counts answers that differ: in bf16, where a row's last bits depend on the
+rows beside it, a near-tie between two tokens may fall the other way.
 """
 
 import argparse

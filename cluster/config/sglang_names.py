@@ -33,7 +33,7 @@ AS_VLLM: Mapping[str, str] = {
     "cuda_graph_max_bs": "compilation_config",
     "enable_torch_compile": "compilation_config",
     "speculative_algorithm": "speculative_config",
-    "speculative_draft_model_path": "speculative_config",
+    "speculative_draft_model_path": "speculative_model",
     "speculative_num_steps": "num_speculative_tokens",
     "lora_paths": "lora_modules",
     "dist_init_addr": "headless",
