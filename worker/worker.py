@@ -36,7 +36,6 @@ from twostroke.protocol.errors import (
 )
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
-from twostroke.protocol.kv_layout import STATE_WINDOW
 from twostroke.protocol.requests import (
     DecodeReply,
     GenerateRequest,
@@ -50,16 +49,14 @@ from twostroke.protocol.requests import (
 from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats
 from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.calls import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
-from twostroke.worker.config import WorkerConfig
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.experts.expert_load import ExpertLoad
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
-from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
-from twostroke.worker.speculation.speculator import Speculator
+from twostroke.worker.speculation.speculator import speculator_of
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
 from twostroke.worker.token_server import TokenServer
@@ -67,14 +64,7 @@ from twostroke.worker.transfers.link_probe import LinkProbe
 from twostroke.worker.transfers.prompt_receiving import PromptReceiver
 from twostroke.worker.transfers.prompt_sending import PromptSender
 from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
-from twostroke.worker.worker_stats import (
-    Utilization,
-    WorkerCounters,
-    scheduler_fields,
-    speculation_fields,
-    swap_fields,
-    transfer_fields,
-)
+from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
 
 ReplyT = TypeVar("ReplyT")
 
@@ -113,8 +103,8 @@ class Worker:
         self._utilization = Utilization(deps.work, deps.limits, deps.clock)
         self._expert_load = None if deps.expert_hits is None else ExpertLoad(deps.expert_hits, deps.clock)
         policy = role.make_policy(config, self._costs.costs, deps.pool)
-        self._speculator = _speculator(config, self._costs, deps.pool)
-        self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, self._swapping, self._speculator)
+        speculator = speculator_of(config.speculation, config.tpot_safety, self._costs.costs, deps.pool.groups)
+        self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, self._swapping, speculator)
         self._steps = StepsUnderWay[ScheduledStep](deps.engine, deps.clock)
         pools = (deps.pool,) if self._swapping.pool is None else (deps.pool, self._swapping.pool)
         self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config)
@@ -182,7 +172,6 @@ class Worker:
             **swap_fields(self._swapping, self._swap_space),
             **transfer_fields((deps.sender.stats, deps.receiver.stats)),
             **asdict(self._counters),
-            **speculation_fields(self._speculator),
             **self._utilization.fields(),
         )
 
@@ -353,17 +342,14 @@ class Worker:
         is_scored = any((one.job.request.scoring or _NO_SCORES).logprobs is not None for one in ended.step.entries)
         if not ended.step.swaps:  # the time of copies says nothing about other steps
             self._costs.add(ended.content, ended.seconds, is_plain=not is_scored)
-            if self._speculator is not None and not ended.content.prompt_tokens:
-                num_drafted = sum(len(entry.drafts) for entry in ended.step.entries)
-                self._speculator.step_ended([entry.job for entry in ended.step.entries], num_drafted, ended.seconds)
+            if not ended.content.prompt_tokens:
+                self._scheduler.learn_rows(ended.step, ended.seconds)
         prompts_s = ended.seconds * ended.content.prompts_part(self._costs.costs())
         self._swapping.step_ended(ended.content.prompt_tokens, prompts_s)
 
     def _note_chunks(self, step: ScheduledStep) -> None:
         now = self._clock()
-        for entry in step.entries:
-            if not entry.job.is_prefill_only:
-                continue
+        for entry in (one for one in step.entries if one.job.is_prefill_only):
             self._counters.computed_tokens += len(entry.step.token_ids) == 1  # its content counts that as a row
             call = self._calls.get(entry.job.request.request_id)
             if isinstance(call, PrefillCall) and not entry.job.has_ended:
@@ -609,16 +595,6 @@ class Worker:
             call.is_aborted = True
             if call.outgoing is not None:
                 call.outgoing.abort(reason)
-
-
-def _speculator(config: WorkerConfig, costs: StepCostFit, pool: BlockPool) -> Speculator | None:
-    """Return what decides a worker's drafts; None where there are to be none.
-
-    A model with states has none: a state takes one token after the other, and a step's rows come at once.
-    """
-    if not config.speculation.is_on or STATE_WINDOW in pool.groups.windows:
-        return None
-    return Speculator(config.speculation, costs.costs, config.tpot_safety)
 
 
 _NO_SCORES = ScoringParams()

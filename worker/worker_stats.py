@@ -95,10 +95,11 @@ def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str,
         "queued": queued,
         "context_tokens": sum(num_tokens for _, num_tokens in contexts),
         "tightest_tpot_s": tightest_tpot_s(contexts, costs),
+        **_speculation_fields(scheduler.speculator),
     }
 
 
-def speculation_fields(speculator: Speculator | None) -> dict[str, Any]:
+def _speculation_fields(speculator: Speculator | None) -> dict[str, Any]:
     """Return the fields of WorkerStats that describe drafted tokens."""
     if speculator is None:
         return {}

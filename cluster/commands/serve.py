@@ -54,7 +54,7 @@ def _count(text: str) -> int | None:
 
 
 def _speculation(text: str) -> Any:
-    """Return `decode.speculation` from vLLM's JSON, or from a method alone.
+    """Return a method of speculation, or the settings of vLLM's JSON.
 
     Keys that tune vLLM's search are left out: matches are as long as the text has them here.
     """
@@ -222,7 +222,10 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_transfer.transport": arguments.transport,
     }
     for setting, value in overrides.items():
-        if value is not None:
+        if isinstance(value, dict):  # the settings beside it, too
+            for name, one in value.items():
+                _set(raw, [*setting.split(".")[:-1], name], one)
+        elif value is not None:
             _set(raw, setting.split("."), value)
     if arguments.api_key is not None:
         auth = raw.get("auth") or {}
@@ -241,7 +244,8 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _set(raw: dict[str, Any], path: Sequence[str], value: object) -> None:
     first, *rest = path
     if rest:
-        raw[first] = dict(raw.get(first) or {})
+        before = raw.get(first)
+        raw[first] = dict(before) if isinstance(before, dict) else {}  # or a word that stands for a section
         _set(raw[first], rest, value)
     else:
         raw[first] = value

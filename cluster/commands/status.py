@@ -57,11 +57,6 @@ class WorkerRow:
         queries = self.stats["prefix_queries"]
         return f"{self.stats['prefix_hits'] / queries:.0%}" if queries else "-"
 
-    def accepted_drafts(self) -> str:
-        """The share of drafted tokens that were drawn."""
-        drafted = self.stats["draft_tokens"]
-        return f"{self.stats['accepted_tokens'] / drafted:.0%}" if drafted else "-"
-
     def step_ms(self) -> str:
         """The mean of the steps since the answer before."""
         num_steps = self.stats["steps"] - self.before["steps"] if self.before is not None else 0
@@ -98,7 +93,6 @@ _USE: tuple[Column, ...] = (
     ("blocks owned", lambda row: f"{row.stats['owned_blocks']}/{row.stats['total_blocks']}"),
     ("cached hits", WorkerRow.cached_hits),
 )
-DRAFTED = ("drafts right", WorkerRow.accepted_drafts)
 _RATES: tuple[Column, ...] = (
     ("MFU", lambda row: row.share_of("peak_flops_per_s", "flops")),
     ("MBU", lambda row: row.share_of("peak_bytes_per_s", "read_bytes")),
@@ -112,7 +106,6 @@ STATUS: tuple[Column, ...] = (
     RUNNING,
     WAITING,
     *_USE,
-    DRAFTED,
     *_RATES,
     # Since the worker's start.
     _number("pulled", "pulled_tokens"),

@@ -29,7 +29,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "kv_cache_memory_bytes": ("prefill.kv_cache_gib", "decode.kv_cache_gib"),
     "num_gpu_blocks_override": ("prefill.num_blocks", "decode.num_blocks"),
     "swap_space": ("decode.swap_gib",),
-    "speculative_config": ("prefill.speculation", "decode.speculation"),
+    "speculative_config": ("prefill.speculation.method", "decode.speculation.method"),
     "scheduling_policy": ("prefill.queue", "decode.queue"),
     "api_server_count": ("router.replicas",),
     "allowed_origins": ("router.cors_origins",),

@@ -64,7 +64,7 @@ class Scheduler:
         self._max_context = max_context
         self.policy = policy
         self._swapping = swapping
-        self._speculator = speculator
+        self.speculator = speculator
         self._chunks: Counter[WorkerJob] = Counter()  # prompt tokens in the step that is being decided
         self._given: Counter[Promise] = Counter()  # prompt tokens whose turn came since shares were settled
         self._admitted: list[WorkerJob] = []  # not returned yet
@@ -147,8 +147,8 @@ class Scheduler:
             return
         if job.has_begun and job.request.scoring is None:
             self.policy.answer_ended(job)
-            if self._speculator is not None and not job.is_prefill_only:
-                self._speculator.ended(job)
+            if self.speculator is not None and not job.is_prefill_only:
+                self.speculator.ended(job)
         self._leave(job)
         job.phase = Phase.ENDED
         self._release_if_unused(job)
@@ -218,6 +218,12 @@ class Scheduler:
             elif tokens[0] is not None:
                 drawn.append(self._accept(entry, tokens))
         return drawn
+
+    def learn_rows(self, step: ScheduledStep, seconds: float) -> None:
+        """Learn what rows of drafts cost from a step without prompts that took so long. Comes before `complete`."""
+        if self.speculator is not None:
+            jobs = [entry.job for entry in step.entries]
+            self.speculator.step_ended(jobs, len(step.batch) - len(jobs), seconds)
 
     def abandon(self, step: ScheduledStep) -> None:
         """Account for a step that failed: the engine is dead and touches nothing any more."""
@@ -389,18 +395,18 @@ class Scheduler:
 
     def _awaits_drafts(self, in_flight: ScheduledStep, decodes: Sequence[WorkerJob]) -> bool:
         """Return True where the next step is better decided at the end of the one under way, with drafts."""
-        if self._speculator is None or not decodes:
+        if self.speculator is None or not decodes:
             return False
-        return in_flight.has_drafts or self._speculator.is_worth_waiting(decodes, self._config.max_batch - len(decodes))
+        return in_flight.has_drafts or self.speculator.is_worth_waiting(decodes, self._config.max_batch - len(decodes))
 
     def _drafts(self, decodes: Sequence[WorkerJob], num_prompts: int) -> dict[WorkerJob, list[int]]:
         """Return the tokens to draft for these jobs, which have blocks for them then.
 
         Drafts take no blocks that admission would leave to running streams.
         """
-        if self._speculator is None or not decodes:
+        if self.speculator is None or not decodes:
             return {}
-        found = self._speculator.drafts(decodes, self._config.max_batch - len(decodes) - num_prompts)
+        found = self.speculator.drafts(decodes, self._config.max_batch - len(decodes) - num_prompts)
         for job, draft in found.items():
             spare = self.pool.free_blocks - len(decodes) * self.pool.groups.count
             if job.sequence.blocks_needed(1 + len(draft)) > max(0, spare):
@@ -486,8 +492,8 @@ class Scheduler:
             is_last = place == len(entry.drafts) or job.has_ended
             if is_last or entry.drafts[place].token_ids[0] != token.token_id:
                 break
-        if entry.drafts and self._speculator is not None:
-            self._speculator.verified(job, len(entry.drafts), len(accepted) - 1)
+        if entry.drafts and self.speculator is not None:
+            self.speculator.verified(job, len(entry.drafts), len(accepted) - 1)
         return NewTokens(job, index, tuple(accepted), reason)
 
     def _append(self, job: WorkerJob, token: SampledToken) -> FinishReason | None:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.sequence import SequenceState
@@ -277,6 +278,16 @@ class Speculator:
             so_far = taken.setdefault(draft.job, [])
             so_far.append(draft.token_ids[len(so_far)])
         return taken, best_s, best_expected
+
+
+def speculator_of(
+    config: SpeculationConfig, safety: float, costs: Callable[[], StepCosts | None], groups: KVGroups
+) -> Speculator | None:
+    """Return what decides a worker's drafts; None where there are to be none.
+
+    A model with states has none: a state takes one token after the other, and a step's rows come at once.
+    """
+    return Speculator(config, costs, safety) if config.is_on and STATE_WINDOW not in groups.windows else None
 
 
 def _most_useful(job: WorkerJob) -> int:

@@ -33,7 +33,7 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
         """serve m --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'""",
         {role: {"speculation": {"method": "ngram", "num_speculative_tokens": 4}} for role in BOTH},
     ),
-    ("serve m --speculative-config off", {role: {"speculation": "off"} for role in BOTH}),
+    ("serve m --speculative-config off", {role: {"speculation": {"method": "off"}} for role in BOTH}),
     (
         "serve m --quantization int8 --chat-template x.jinja",
         {"model": {"quantization": "int8", "chat_template": "x.jinja"}},

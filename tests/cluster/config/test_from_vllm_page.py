@@ -27,6 +27,7 @@ SAMPLES = {
     "--kv-cache-dtype": "fp8_e4m3",
     "--quantization": "int8",
     "--generation-config": "none",
+    "--speculative-config": "ngram",
     "--otlp-traces-endpoint": "http://localhost:4318/v1/traces",
     "--gpu-memory-utilization": "0.7",
     "--max-num-batched-tokens": "768",
