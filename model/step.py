@@ -258,44 +258,31 @@ class Constraint:
         self.matcher = matcher
         self._stop_token_ids = stop_token_ids
         self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
-        self._num_outputs = 0  # before the position that was advanced to last
-        self._consumed: list[int] = []  # by the matcher, in order; drafts may be the last of them
+        self._num_outputs = 0  # that the matcher has seen
         self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
 
-    def advance(
-        self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int, num_drafted: int = 0
-    ) -> None:
-        """Take in all output tokens before `position`, where one is to be drawn, and take refused drafts back.
+    def advance(self, history: Sequence[int], num_prompt_tokens: int, last_token: int, position: int) -> None:
+        """Take in all output tokens before `position`, where one is to be drawn.
 
-        `last_token` stands right before it; `history` has at least those before that one. The last `num_drafted` of
-        them are drafts.
+        `last_token` stands right before it; `history` has at least those before that one.
         """
+        outputs = [*history[num_prompt_tokens + self._num_outputs : position - 1], last_token]
         num_outputs = position - num_prompt_tokens
-        known = min(self._num_outputs, len(self._consumed), num_outputs)
-        outputs = [*history[num_prompt_tokens + known : position - 1], last_token] if num_outputs > known else []
-        agreed = known
-        for consumed, output in zip(self._consumed[known:], outputs, strict=False):
-            if consumed != output:
-                break
-            agreed += 1
-        if len(self._consumed) > agreed and not self.matcher.is_error():
-            self.matcher.rollback(len(self._consumed) - agreed)
-            del self._consumed[agreed:]
         # Of an answer that has ended, a row may have been launched ahead.
-        if (new := outputs[agreed - known :]) and not self.matcher.is_stopped():
-            self.matcher.consume_tokens(new)
-            self._consumed += new
-        self._num_outputs = num_outputs - num_drafted
+        if num_outputs > self._num_outputs and not self.matcher.is_stopped():
+            self.matcher.consume_tokens(outputs)
+        self._num_outputs = num_outputs
 
-    def forced_tokens(self, history: Sequence[int], num_prompt_tokens: int) -> list[int]:
-        """Return the tokens that the grammar leaves no choice for after `history`; none where it has failed."""
-        if len(history) <= num_prompt_tokens:
-            return []
-        self.advance(history, num_prompt_tokens, history[-1], len(history))
-        if self.matcher.is_error() or self.matcher.is_stopped():
-            return []
-        forced: list[int] = self.matcher.compute_ff_tokens()
-        return forced
+    def for_drafts(self, history: Sequence[int], num_prompt_tokens: int) -> "Constraint":
+        """Return a constraint for the draft behind `history`, which stands in for this one and fails alone.
+
+        This one is advanced to the end of `history`. No step may be under way.
+        """
+        if len(history) > num_prompt_tokens:
+            self.advance(history, num_prompt_tokens, history[-1], len(history))
+        copied = Constraint(self.matcher.deep_copy(), lambda: self.matcher, self._stop_token_ids)
+        copied._renew, copied._num_outputs = None, self._num_outputs
+        return copied
 
     def num_valid(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens the grammar allows one after the other, from where it is."""
@@ -308,7 +295,7 @@ class Constraint:
         failure."""
         if self._renew is None or not self.matcher.is_error():
             return False
-        self.matcher, self._renew, self._num_outputs, self._consumed = self._renew(), None, 0, []
+        self.matcher, self._renew, self._num_outputs = self._renew(), None, 0
         return True
 
     def early_stops(self, is_allowed: Callable[[int], bool]) -> list[int]:

@@ -222,6 +222,7 @@ def _bounds(request: GenerateRequest, last_token: int) -> Iterator[tuple[str, bo
     drawn = request.sampling
     yield "prompt", _are_tokens(request.token_ids, last_token)
     yield "prompt", 0 <= request.num_prompt_tokens <= len(request.token_ids)
+    yield "prediction", _are_tokens(request.prediction, last_token)
     yield "max_tokens", 0 <= request.num_output_tokens_given < max(1, request.max_tokens)
     yield "stop_token_ids", _are_tokens(request.stop_token_ids, MAX_TOKEN_ID)
     yield "allowed_token_ids", _are_tokens(drawn.allowed_token_ids, last_token)

@@ -57,7 +57,7 @@ class MaskFiller:
             for place, (number, draw, constraint) in enumerate(held)
         ]
         words = np.zeros((len(rows), self._num_words), np.int32)
-        # Rows of one request share its matcher, which goes from each to the next.
+        # Drafts of one request share a matcher, which goes from each to the next.
         for num_drafted in range(1 + max(row.draw.num_drafted for row in rows)):
             self._fill_rows([row for row in rows if row.draw.num_drafted == num_drafted], words)
         return TokenMasks(np.array([number for number, _, _ in held], np.int64), words)
@@ -67,14 +67,14 @@ class MaskFiller:
         self._advance_and_compute(rows, words)
         self._advance_and_compute([row for row in rows if row.alone(row.constraint.may_try_again)], words)
         for row in rows:
-            if row.has_failed or row.masks_failed():
+            if row.has_failed or row.constraint.masks_failed(row.position):
                 words[row.place] = -1  # what is drawn is thrown away
                 continue
             if row.draw.forbidden:
                 _take_out(words[row.place], row.draw.forbidden)
             stops = row.constraint.early_stops(partial(_is_allowed, words[row.place]))
             if stops and not _take_out(words[row.place], stops):
-                row.fail()
+                row.constraint.fail(row.position)
 
     def _advance_and_compute(self, rows: "list[_HeldRow]", words: NDArray[np.int32]) -> None:
         """Write each row's mask into its place, but for rows that fail."""
@@ -120,25 +120,8 @@ class _HeldRow:
         return self.draw.fault is not None and self.draw.fault.error is not None
 
     def advance(self) -> bool:
-        draw = self.draw
-        self.constraint.advance(draw.history, draw.num_prompt_tokens, self.last_token, self.position, draw.num_drafted)
+        self.constraint.advance(self.draw.history, self.draw.num_prompt_tokens, self.last_token, self.position)
         return True
-
-    def masks_failed(self) -> bool:
-        """Return True if the grammar could not be followed up to here; a draft fails alone."""
-        if not self.draw.num_drafted:
-            return self.constraint.masks_failed(self.position)
-        if self.constraint.matcher.is_error():
-            self.fail()
-            return True
-        return False
-
-    def fail(self) -> None:
-        """Have what is drawn here thrown away."""
-        if not self.draw.num_drafted:
-            self.constraint.fail(self.position)
-        elif self.draw.fault is not None:
-            self.draw.fault.note(ArithmeticError("the grammar can't be followed through a draft"))
 
     def alone(self, act: Callable[[], bool | None]) -> bool | None:
         """Return what `act` returns; None where it raises, which is the row's own error."""

@@ -135,6 +135,7 @@ class JobMaker:
 
     async def _of_completion(self, body: CompletionRequest, limits: RequestLimits, grammar: str) -> list[ChoiceJob]:
         jobs: list[ChoiceJob] = []
+        prediction = await self._prediction(body, limits)
         for group, prompt in enumerate(body.prompts):
             token_ids = await self.prompt_ids(body, prompt, "prompt", limits.max_context)
             default = min(DEFAULT_COMPLETION_TOKENS, limits.max_context - len(token_ids))
@@ -147,7 +148,7 @@ class JobMaker:
                     if isinstance(prompt, str) and is_whole
                     else self._tokenizer.decode(token_ids, skip_special_tokens=not body.shows_special)
                 )
-            request = await self._with_prediction(request, body, limits)
+            request = msgspec.structs.replace(request, prediction=prediction)
             scored = body.logprobs if body.echo else None
             jobs += _choices(body, request, group, echo, scored)
         return jobs
@@ -168,20 +169,15 @@ class JobMaker:
         chat = await asyncio.to_thread(self._reading, body, text) if is_long else self._reading(body, text)
         grammar = await self._whole_grammar(body, chat, grammar, checks)
         request = self._request(body, token_ids, "messages", default, logprobs, limits, grammar)
-        request = await self._with_prediction(request, body, limits)
+        request = msgspec.structs.replace(request, prediction=await self._prediction(body, limits))
         return _choices(body, request, chat=chat)
 
-    async def _with_prediction(
-        self, request: GenerateRequest, body: GenerationFields, limits: RequestLimits
-    ) -> GenerateRequest:
-        """Return the request with the tokens that its client expects in the answer. Raises RequestError for more than
-        a context holds."""
+    async def _prediction(self, body: GenerationFields, limits: RequestLimits) -> tuple[int, ...]:
+        """Return the tokens that the client expects in the answer. Raises RequestError for more than a context."""
         if body.prediction is None or not (text := body.prediction.text):
-            return request
+            return ()
         token_ids = await self.encode(text, "prediction", limits.max_context, add_special_tokens=False)
-        return msgspec.structs.replace(
-            request, prediction=tuple(self.checked(token_ids, "prediction", limits.max_context))
-        )
+        return tuple(self.checked(token_ids, "prediction", limits.max_context))
 
     def _reading(self, body: ChatRequest, prompt: str) -> ChatParsing | None:
         """Raises RequestError where tools are offered, and the format of this model's calls is not known."""

@@ -34,7 +34,10 @@ from twostroke.worker.scheduling.preemption import Preemptor, Swapping
 from twostroke.worker.scheduling.queue_order import NO_LIMIT, ClassShares, turn_of, turns
 from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.scheduling.step import Admitted, NewTokens, PromptBudget, ScheduledStep, StepEntry, Swap
-from twostroke.worker.speculation.speculator import Speculator
+from twostroke.worker.speculation.speculator import Draft, Speculator
+
+DRAFTS_BESIDE_PROMPTS = 8
+"""Beside prompts, drafts get so small a part of a step's tokens: prompts must progress."""
 
 
 class Scheduler:
@@ -178,11 +181,11 @@ class Scheduler:
         follows = {} if in_flight is None else in_flight.drawing
         entries = []
         prompts = [job for job in chosen if not job.is_decoding]
-        drafts = self._drafts(decodes, len(prompts)) if in_flight is None else {}
+        drafts = self._drafts(decodes, prompts) if in_flight is None else {}
         for job in decodes:
             job.sequence.reserve(self.pool, job.num_under_way + 1)
         for job in decodes:
-            entries.append(self._entry(job, 1, follows.get(job), drafts.get(job, ())))
+            entries.append(self._entry(job, 1, follows.get(job), drafts.get(job)))
         if not prompts and not self.waiting:
             self._settle_shares(())
             return ScheduledStep(tuple(entries), self._take_admitted())
@@ -385,11 +388,11 @@ class Scheduler:
         return [self._entry(job, num_tokens) for job, num_tokens in chunks.items()]
 
     def _entry(
-        self, job: WorkerJob, num_tokens: int, follows: int | None = None, draft: Sequence[int] = ()
+        self, job: WorkerJob, num_tokens: int, follows: int | None = None, draft: Draft | None = None
     ) -> StepEntry:
         """Give the job a part in the step; `follows` is that of SequenceStep."""
         step = job.sequence.step(num_tokens, start=job.num_scheduled, follows=follows)
-        drafts = job.sequence.draft_steps(draft, step.start + 1) if draft else ()
+        drafts = job.sequence.draft_steps(draft.token_ids, step.start + 1, draft.constraint) if draft else ()
         job.begin_step(step)
         return StepEntry(job, step, drafts)
 
@@ -397,22 +400,32 @@ class Scheduler:
         """Return True where the next step is better decided at the end of the one under way, with drafts."""
         if self.speculator is None or not decodes:
             return False
-        return in_flight.has_drafts or self.speculator.is_worth_waiting(decodes, self._config.max_batch - len(decodes))
+        return in_flight.has_drafts or self.speculator.is_worth_waiting(decodes, self._room_for_drafts(len(decodes)))
 
-    def _drafts(self, decodes: Sequence[WorkerJob], num_prompts: int) -> dict[WorkerJob, list[int]]:
-        """Return the tokens to draft for these jobs, which have blocks for them then.
+    def _room_for_drafts(self, num_entries: int, *, has_prompts: bool = False) -> int:
+        """Return how many rows drafts may add to a step; beside prompts few, since rows take of their tokens."""
+        most_tokens = (
+            self._config.max_step_tokens // DRAFTS_BESIDE_PROMPTS if has_prompts else self._config.max_step_tokens
+        )
+        return min(self._config.max_batch, most_tokens) - num_entries
 
-        Drafts take no blocks that admission would leave to running streams.
+    def _drafts(self, decodes: Sequence[WorkerJob], prompts: Sequence[WorkerJob]) -> dict[WorkerJob, Draft]:
+        """Return what is drafted for these jobs, which have blocks for it then.
+
+        Drafts take no blocks that the other jobs need for their next tokens.
         """
         if self.speculator is None or not decodes:
             return {}
-        found = self.speculator.drafts(decodes, self._config.max_batch - len(decodes) - num_prompts)
+        has_prompts = bool(prompts or self._ready())
+        found = self.speculator.drafts(
+            decodes, self._room_for_drafts(len(decodes) + len(prompts), has_prompts=has_prompts)
+        )
         for job, draft in found.items():
             spare = self.pool.free_blocks - len(decodes) * self.pool.groups.count
-            if job.sequence.blocks_needed(1 + len(draft)) > max(0, spare):
+            if job.sequence.blocks_needed(1 + len(draft.token_ids)) > max(0, spare):
                 held = job.sequence.num_held - job.num_scheduled - 1
-                del draft[max(0, held) :]
-            job.sequence.reserve(self.pool, 1 + len(draft))
+                del draft.token_ids[max(0, held) :]
+            job.sequence.reserve(self.pool, 1 + len(draft.token_ids))
         return found
 
     def _settle_shares(self, left: Iterable[WorkerJob]) -> None:
@@ -493,7 +506,7 @@ class Scheduler:
             if is_last or entry.drafts[place].token_ids[0] != token.token_id:
                 break
         if entry.drafts and self.speculator is not None:
-            self.speculator.verified(job, len(entry.drafts), len(accepted) - 1)
+            self.speculator.verified(len(entry.drafts), len(accepted) - 1)
         return NewTokens(job, index, tuple(accepted), reason)
 
     def _append(self, job: WorkerJob, token: SampledToken) -> FinishReason | None:
@@ -547,9 +560,12 @@ class Scheduler:
             self._swapping.release(job)
 
 
-def _is_sound(draft: SequenceStep) -> bool:
-    """Return True unless the draft's row failed; its token is then drawn once more, without the draft."""
-    return draft.draw is None or draft.draw.fault is None or draft.draw.fault.error is None
+def _is_sound(row: SequenceStep) -> bool:
+    """Return True unless a draft's row failed; its token is then drawn once more, without the draft."""
+    draw = row.draw
+    if draw is None or (draw.fault is not None and draw.fault.error is not None):
+        return False
+    return draw.constraint is None or not draw.constraint.has_failed(row.start + 1)
 
 
 def _check_fits(request: GenerateRequest, max_context: int, capacity: int, *, is_prefill_only: bool) -> None:

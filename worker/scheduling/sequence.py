@@ -239,10 +239,13 @@ class SequenceState:
         copied_from = self._copied_from if start == self.num_computed else None  # by the first of its steps
         return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.scorer, copied_from)
 
-    def draft_steps(self, draft: Sequence[int], start: int) -> tuple[SequenceStep, ...]:
+    def draft_steps(
+        self, draft: Sequence[int], start: int, constraint: Constraint | None = None
+    ) -> tuple[SequenceStep, ...]:
         """Return the rows of drafted tokens, the first of which is at position `start`: each draws the token after it.
 
-        The row before them is the step of the last token, with a draw; blocks for all of them are held.
+        The row before them is the step of the last token, with a draw; blocks for all of them are held. `constraint` is
+        that of Constraint.for_drafts where the request has a grammar.
         Raises ValueError where they are not.
         """
         if start + len(draft) > self.num_held:
@@ -253,21 +256,16 @@ class SequenceState:
             counts = self._counts_for_draw()
             draw = Draw(
                 sampling=sampling,
-                history=[*self.token_ids, *draft[:num_drafted]] if self._needs_history else self.token_ids,
+                history=self.token_ids if counts is None else [*self.token_ids, *draft[:num_drafted]],
                 num_prompt_tokens=self.request.num_prompt_tokens,
                 forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drafted),
                 counts=None if counts is None else counts.copy(),
-                constraint=self.constraint,
+                constraint=constraint,
                 fault=RowFault(),
                 num_drafted=num_drafted,
             )
             steps.append(SequenceStep((token_id,), start + place, self.block_ids, draw))
         return tuple(steps)
-
-    @property
-    def _needs_history(self) -> bool:
-        """True where a draw looks at the tokens before it."""
-        return is_penalised(self.request.sampling) or self.constraint is not None
 
     def _tail_name(self) -> BlockHash | None:
         """Return the name of the prompt's tokens behind its last full block, the last token aside; None without any.

@@ -106,10 +106,8 @@ class PromptBudget:
         return self._most(CHUNK_MULTIPLE, 0) == 0
 
     def spend_on_rows(self, num_rows: int) -> None:
-        """Take off rows of drafts, which come before prompts."""
+        """Take off rows of drafts. Prompts keep their time: these rows are there because they pay for theirs."""
         self.tokens = max(0, self.tokens - num_rows)
-        if self.seconds is not None and self.costs is not None:
-            self.seconds -= self.costs.decode_s(num_rows, 0)
 
     def take(self, wanted: int, num_before: int) -> int:
         """Take a chunk of at most `wanted` tokens after `num_before` others; return its length, 0 where none is."""

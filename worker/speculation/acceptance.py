@@ -9,9 +9,8 @@ from typing import Literal, get_args
 
 from twostroke.worker.speculation.suffix_match import MOST_MATCH
 
-DraftSource = Literal["own", "answers", "prediction", "grammar"]
-"""The request's own tokens, earlier answers, the client's prediction from its beginning on, or tokens that the
-request's grammar leaves no choice for."""
+DraftSource = Literal["own", "answers", "prediction"]
+"""The request's own tokens, earlier answers, or the client's prediction from its beginning on."""
 
 MEMORY = 0.995
 """Weight of all earlier predictions of a kind after one more."""

@@ -15,10 +15,13 @@ whether drafts are expected to bring more than scheduling ahead saves.
 Models with states beside KV have no drafts: a state takes one token after the other.
 """
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from twostroke.model.step import Constraint, is_penalised
 from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import WorkerJob
@@ -34,19 +37,22 @@ PATIENCE, SELDOM = 16, 4
 """Requests whose text has repeated nothing for so many tokens are searched at each fourth token alone."""
 LEAST_CHANCE = 0.05
 """Less likely tokens are never drafted."""
-LOOK_STEPS = 8
-"""Steps after which a request with a grammar is looked at again, though its grammar has forced nothing lately."""
-_FORCED_MEMORY = 0.9
+MOST_COUNTED = 8192
+"""Longest context that is drafted with penalties: each row counts the tokens before it."""
+MOST_KEPT = 4096
+"""Last tokens of an answer that later ones may draft from."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Draft:
+class Draft:
     """Tokens that may come next in one request, each with the chance that it is reached and right."""
 
     job: WorkerJob
-    source: DraftSource
     token_ids: list[int]
     chances: list[float]
+    constraint: Constraint | None = None  # of the rows, where the request has a grammar
 
 
 @dataclass(slots=True)
@@ -71,9 +77,6 @@ class RequestPredictor:
         self._match: Match | None = None
         self._source: DraftSource = "own"
         self._num_missed = 0  # tokens in a row that nothing predicted
-        self.forced_per_step = 1.0  # tokens that its grammar left no choice for, lately
-        self.is_forced = False  # its last draft was of these
-        self.num_unseen = 0  # steps that were scheduled ahead, so that its grammar was not asked
         # What the client expects stands before the prompt, and is where the answer is expected to begin.
         self._num_before = 0
         self._tokens = SuffixTokens(())
@@ -110,11 +113,6 @@ class RequestPredictor:
                 token_ids.append(token_id)
                 chances.append(chance)
         return token_ids, chances
-
-    @property
-    def source(self) -> DraftSource:
-        """The source of its predictions."""
-        return self._source
 
     def _take(self, token_id: int) -> None:
         match, self._match = self._match, None
@@ -161,37 +159,23 @@ class Speculator:
         costs = self._costs()
         if costs is None or room <= 0:
             return False
-        drafts = []
-        for job in decodes:
-            predictor = self._predictor(job)
-            if job.sequence.constraint is not None:
-                predictor.num_unseen += 1
-                forced = predictor.forced_per_step
-                if predictor.num_unseen % LOOK_STEPS == 0:
-                    return True
-                if forced > LEAST_CHANCE:
-                    likely = max(1, round(forced))
-                    drafts.append(_Draft(job, "grammar", [0] * likely, [min(1.0, forced)] * likely))
-                    continue
-            token_ids, chances = predictor.predict(
-                min(self._most, _most_useful(job) - job.num_drawing), job.num_drawing
-            )
-            if token_ids:
-                drafts.append(_Draft(job, predictor.source, token_ids, chances))
+        drafts = [draft for job in decodes if (draft := self._draft(job, job.num_drawing)) is not None]
         if not drafts:
             return False
         taken, step_s, expected = self._fill(drafts, decodes, costs, room)
         plain_s, waited_s = _step_s(costs, decodes), step_s + GAP_S + SEARCH_S * len(decodes)
         return bool(taken) and (len(decodes) + expected) * plain_s > len(decodes) * waited_s
 
-    def drafts(self, decodes: Sequence[WorkerJob], room: int) -> dict[WorkerJob, list[int]]:
-        """Return the tokens to draft for each of these requests, at most `room` in all. No step may be under way."""
+    def drafts(self, decodes: Sequence[WorkerJob], room: int) -> dict[WorkerJob, Draft]:
+        """Return what to draft for each of these requests, at most `room` tokens in all. No step may be under way."""
         costs = self._costs()
         if costs is None or room <= 0:
             return {}
         drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
         self._row_costs.forget()
         taken, _, _ = self._fill(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)
+        for draft in taken.values():
+            self._constrain(draft)
         return taken
 
     def step_ended(self, decodes: Sequence[WorkerJob], num_drafted: int, seconds: float) -> None:
@@ -204,11 +188,8 @@ class Speculator:
             drafted_s = reading_s + costs.decode_s(num_drafted, num_drafted * context)
             self._row_costs.note(len(decodes), num_drafted, seconds, _step_s(costs, decodes), drafted_s)
 
-    def verified(self, job: WorkerJob, num_drafted: int, num_accepted: int) -> None:
-        """Count a draft that a step has run, and learn whether forced tokens come as expected."""
-        if job.predictor is not None and job.predictor.is_forced:
-            for place in range(min(num_accepted + 1, num_drafted)):
-                self._rates.note("grammar", MOST_MATCH, is_right=place < num_accepted)
+    def verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a draft that a step has run."""
         counters = self.counters
         counters.num_drafts += 1
         counters.draft_tokens += num_drafted
@@ -220,7 +201,8 @@ class Speculator:
         """Keep a request's answer for later ones, and forget the request."""
         job.predictor = None
         if self.corpus is not None:
-            self.corpus.add(job.request.cache_salt, job.sequence.token_ids[job.request.num_prompt_tokens :])
+            begin = max(job.request.num_prompt_tokens, len(job.sequence.token_ids) - MOST_KEPT)
+            self.corpus.add(job.request.cache_salt, job.sequence.token_ids[begin:])
 
     def _predictor(self, job: WorkerJob) -> RequestPredictor:
         if job.predictor is None:
@@ -229,31 +211,33 @@ class Speculator:
             job.predictor.catch_up(job.sequence.token_ids)
         return job.predictor
 
-    def _draft(self, job: WorkerJob) -> _Draft | None:
-        """Return what may be drafted for a request, as far as its grammar and its end allow."""
-        most = min(self._most, _most_useful(job))
-        predictor = self._predictor(job)
-        if most <= 0:
+    def _draft(self, job: WorkerJob, skip: int = 0) -> Draft | None:
+        """Return what may be drafted for a request, behind the next `skip` tokens."""
+        most = min(self._most, _most_useful(job) - skip)
+        if most <= 0 or (is_penalised(job.request.sampling) and len(job.sequence.token_ids) > MOST_COUNTED):
             return None
-        token_ids, chances = predictor.predict(most)
-        source, predictor.is_forced = predictor.source, False
-        constraint = job.sequence.constraint
-        if constraint is not None:
-            forced = constraint.forced_tokens(job.sequence.token_ids, job.request.num_prompt_tokens)[:most]
-            predictor.forced_per_step += (1.0 - _FORCED_MEMORY) * (len(forced) - predictor.forced_per_step)
-            if forced:
-                rate = self._rates.rate("grammar", MOST_MATCH)
-                token_ids, source, predictor.is_forced = forced, "grammar", True
-                chances = [rate ** (place + 1) for place in range(len(forced))]
-            else:
-                token_ids = token_ids[: constraint.num_valid(token_ids)] if token_ids else token_ids
+        token_ids, chances = self._predictor(job).predict(most, skip)
         stops = job.request.stop_token_ids
         end = next((place for place, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
-        return _Draft(job, source, token_ids[:end], chances[:end]) if end else None
+        return Draft(job, token_ids[:end], chances[:end]) if end else None
+
+    def _constrain(self, draft: Draft) -> None:
+        """Cut a draft at the first token that its request's grammar does not allow."""
+        sequence = draft.job.sequence
+        if sequence.constraint is None:
+            return
+        try:
+            draft.constraint = sequence.constraint.for_drafts(sequence.token_ids, sequence.request.num_prompt_tokens)
+            del draft.token_ids[draft.constraint.num_valid(draft.token_ids) :]
+        except (MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # llguidance may panic, which is no Exception; the row without drafts meets it again
+            _log.exception("no draft for request %s: its grammar can't be followed", sequence.request.request_id)
+            draft.token_ids.clear()
 
     def _fill(
-        self, drafts: Sequence[_Draft], decodes: Sequence[WorkerJob], costs: StepCosts, room: int
-    ) -> tuple[dict[WorkerJob, list[int]], float, float]:
+        self, drafts: Sequence[Draft], decodes: Sequence[WorkerJob], costs: StepCosts, room: int
+    ) -> tuple[dict[WorkerJob, Draft], float, float]:
         """Return the tokens to draft, the step's seconds with them, and how many tokens they are expected to bring.
 
         The likeliest rows come first, as many as bring the most tokens per second.
@@ -273,11 +257,13 @@ class Speculator:
             if step_s <= most_s and (num_decodes + expected) / step_s > best_rate:
                 best, best_s, best_expected = number, step_s, expected
                 best_rate = (num_decodes + expected) / step_s
-        taken: dict[WorkerJob, list[int]] = {}
-        for _, draft in rows[:best]:
-            so_far = taken.setdefault(draft.job, [])
-            so_far.append(draft.token_ids[len(so_far)])
-        return taken, best_s, best_expected
+        taken = Counter(draft.job for _, draft in rows[:best])
+        found = {
+            draft.job: Draft(draft.job, draft.token_ids[:count], draft.chances[:count])
+            for draft in drafts
+            if (count := taken[draft.job])
+        }
+        return found, best_s, best_expected
 
 
 def speculator_of(

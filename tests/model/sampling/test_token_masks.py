@@ -112,10 +112,12 @@ def test_masks_behind_drafts_are_those_of_answers_that_have_them(
         draws, positions, last_tokens, expected = [], [], [], []
         for history, constraint, text in zip(histories, constraints, drafted, strict=True):
             draft = [*text[len(history) - len(PROMPT) :], 1][: length - len(history)]
-            draft = draft[: constraint.num_valid(draft)] if constraint.forced_tokens(history, 3) is not None else []
+            copied = constraint.for_drafts(history, 3)
+            draft = draft[: copied.num_valid(draft)]
             for num_drafted in range(len(draft) + 1):
                 whole = [*history, *draft[:num_drafted]]
-                draw = Draw(SamplingParams(), whole, 3, constraint=constraint, num_drafted=num_drafted)
+                held = copied if num_drafted else constraint
+                draw = Draw(SamplingParams(), history, 3, constraint=held, num_drafted=num_drafted)
                 draws.append(draw)
                 positions.append(len(whole))
                 last_tokens.append(whole[-1])

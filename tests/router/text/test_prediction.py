@@ -31,3 +31,13 @@ def test_a_short_prediction_is_followed_from_its_beginning_alone() -> None:
     for token_id in (1, 2, 1, 2):
         predicted.add(token_id)
     assert (predicted.num_accepted, predicted.num_rejected) == (2, 0)
+
+
+def test_each_token_of_a_prediction_counts_once() -> None:
+    for prediction, answer in (([5] * 50, [5] * 400), (list(range(100)), list(range(10)) * 10)):
+        predicted = PredictedTokens(prediction)
+        for token_id in answer:
+            predicted.add(token_id)
+        assert predicted.num_accepted <= len(set(enumerate(prediction)))
+        assert predicted.num_accepted + predicted.num_rejected == len(prediction)
+    assert predicted.num_accepted == 10

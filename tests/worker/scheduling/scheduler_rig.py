@@ -64,6 +64,7 @@ class Rig:
         costs: StepCosts | None = None,
         groups: KVGroups = ONE_GROUP,
         has_drafts: bool = False,
+        speculation: SpeculationConfig | None = None,
     ):
         self.pool = BlockPool(num_blocks, BLOCK, groups)
         memory = HostMemory(swap_blocks) if swap_blocks and role == "decode" else None
@@ -80,7 +81,7 @@ class Rig:
             watermark = watermark_blocks and (watermark_blocks + 0.5) / num_blocks
             budget = a_step_budget(max_step_tokens, costs, watermark=watermark, **common)
             policy = DecodePolicy(budget.config, budget.costs, self.pool)
-            self.speculator = Speculator(SpeculationConfig(), budget.costs, 1.0) if has_drafts else None
+            self.speculator = Speculator(speculation or SpeculationConfig(), budget.costs, 1.0) if has_drafts else None
             self.scheduler = Scheduler(self.pool, budget.config, MAX_CONTEXT, policy, self.swapping, self.speculator)
         else:
             config = PrefillConfig(max_step_tokens=max_step_tokens, **common)

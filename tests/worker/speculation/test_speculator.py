@@ -1,11 +1,14 @@
 """Drafts by what rows cost and by how often predictions were right; all that ends a draft."""
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from pydantic import TypeAdapter
 
 from tests.worker.scheduling.scheduler_rig import STOP, TOKEN, Rig
+from twostroke.model.step import Constraint
 from twostroke.protocol.requests import Promise, SampledToken
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
@@ -15,8 +18,8 @@ CHEAP = StepCosts(0.010, 0.001, 0.0, 0.0005, 0.0)
 DEAR = StepCosts(0.0001, 0.001, 0.0, 0.010, 0.0)
 
 
-def a_rig(costs: StepCosts | None = CHEAP, **settings: Any) -> Rig:
-    return Rig(costs=costs, has_drafts=True, max_step_tokens=64, **settings)
+def a_rig(costs: StepCosts | None = CHEAP, config: SpeculationConfig | None = None, **settings: Any) -> Rig:
+    return Rig(costs=costs, has_drafts=True, max_step_tokens=64, speculation=config, **settings)
 
 
 def drafts_of(rig: Rig, steps: int, token: SampledToken = TOKEN) -> list[int]:
@@ -107,6 +110,50 @@ def test_a_step_with_drafts_is_not_followed_and_likely_ones_are_waited_for() -> 
     rig.add(5, 60)
     drafts_of(rig, 8)
     assert rig.scheduler.schedule(rig.schedule()).is_empty
+
+
+def test_prompts_get_their_tokens_and_time_beside_drafts() -> None:
+    """The prompt's chunks are as long as without drafts, but for the few tokens that these take."""
+    chunks = {}
+    for has_drafts in (False, True):
+        rig = Rig(costs=CHEAP, has_drafts=has_drafts, max_step_tokens=128, max_batch=64, num_blocks=512)
+        for number in range(4):
+            rig.add(5, 180, first=1000 * number)
+        drafts_of(rig, 12)
+        prompt = rig.add(150, 1, first=90_000)
+        step = rig.schedule()
+        assert step.has_drafts == has_drafts
+        assert len(step.batch) - len(step.entries) <= 128 // 8
+        chunks[has_drafts] = next(len(entry.step.token_ids) for entry in step.entries if entry.job is prompt)
+    assert chunks[True] >= 0.75 * chunks[False] > 0
+
+
+def test_rows_stay_within_a_step_however_many_may_be_drafted() -> None:
+    rig = a_rig(max_batch=64, config=SpeculationConfig(num_speculative_tokens=64))
+    rig.add(5, 190)
+    assert 12 < max(drafts_of(rig, 12)) <= 63
+
+
+@pytest.mark.parametrize("fails", ["row", "grammar"])
+def test_a_draft_whose_row_failed_is_drawn_again_without_it(fails: str) -> None:
+    rig = a_rig()
+    job = rig.add(5, 60)
+    drafts_of(rig, 8)
+    step = rig.schedule()
+    (entry,) = step.entries
+    assert len(entry.drafts) > 2
+    row = entry.drafts[1]
+    if fails == "row":
+        row.draw.fault.note(ArithmeticError())
+    else:
+        failed = Constraint(None, lambda: None)  # type: ignore[arg-type, return-value]
+        failed.fail(row.start + 1)
+        draw = msgspec.structs.replace(row.draw, constraint=failed)
+        drafts = (entry.drafts[0], msgspec.structs.replace(row, draw=draw), *entry.drafts[2:])
+        step = replace(step, entries=(msgspec.structs.replace(entry, drafts=drafts),))
+    (drawn,) = rig.end(step)
+    assert len(drawn.tokens) == 2
+    assert not job.has_ended
 
 
 @pytest.mark.parametrize("written", ["off", False, {"method": "off"}])
