@@ -1,7 +1,7 @@
 """Search for earlier occurrences of a text's last tokens, whose continuation is likely to come again. Pure.
 
 A sequence's own tokens are searched by one comparison of an array, 4 us for 8,000 tokens: there is nothing to build,
-and nothing to hold but 12 bytes per token, after a hand-over either. Earlier answers are many more tokens, and have a
+and nothing to hold but 16 bytes per token, after a hand-over either. Earlier answers are many more tokens, and have a
 table.
 
 The longest match is chosen, and the latest of several (Oliaro et al., SuffixDecoding, 2024; prompt look-up, Saxena
@@ -66,7 +66,7 @@ class SuffixTokens:
 
     def __init__(self, token_ids: Sequence[int]):
         self._count = 0
-        self._tokens = np.empty(0, np.int32)
+        self._tokens = np.empty(0, np.int64)
         self._keys = np.empty(0, np.int64)  # of each token and the two before it
         self.extend(token_ids)
 
@@ -78,13 +78,13 @@ class SuffixTokens:
         begin, end = self._count, self._count + len(token_ids)
         if end > len(self._tokens):
             room = end + end // 4 + 64
-            self._tokens = np.concatenate((self._tokens[:begin], np.zeros(room - begin, np.int32)))
+            self._tokens = np.concatenate((self._tokens[:begin], np.zeros(room - begin, np.int64)))
             self._keys = np.concatenate((self._keys[:begin], np.zeros(room - begin, np.int64)))
         self._tokens[begin:end] = token_ids
         self._count = end
         first = max(begin, LEAST_MATCH - 1)
         if first < end:
-            wide = self._tokens[first - 2 : end].astype(np.int64)
+            wide = self._tokens[first - 2 : end]
             self._keys[first:end] = wide[:-2] << 2 * _BITS | wide[1:-1] << _BITS | wide[2:]
         self._keys[begin : min(end, LEAST_MATCH - 1)] = -1
 
