@@ -44,7 +44,7 @@ LOADS = {
     "c1_mixed": ("mixed", 1),
 }
 ANSWER_TOKENS = 128
-REQUESTS = {1: 3, 8: 16, 32: 64}
+REQUESTS = {1: 3, 8: 8, 32: 32}
 """Requests of a load by its users."""
 END_S = 5.0
 _NAMES = (
