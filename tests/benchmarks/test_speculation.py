@@ -41,7 +41,7 @@ def test_ratios_are_of_one_turn_and_all_that_failed_is_counted(monkeypatch: pyte
     monkeypatch.setattr(speculation.time, "sleep", lambda seconds: None)
     arguments = argparse.Namespace(loads=["c1_edit", "c8_plain"], turns=2, quick=False)
     found = speculation.measure({OFF: OFF, ON: ON}, arguments)
-    assert found["c8_plain"] == round(2 * 15 / 16, 3)
+    assert found["c8_plain"] == round(2 * 7 / 8, 3)
     assert (found["errors"], found["mismatched"]) == (4, 8)
     assert found["acceptance"]["c1_edit"] == 0.5
     assert found["repeated"]["c1_edit"] == round(1 / 6, 3)
