@@ -21,9 +21,7 @@ medians of these ratios count.
 import argparse
 import contextlib
 import os
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +37,7 @@ from twostroke.benchmarks.peers.command import write_model
 from twostroke.benchmarks.peers.compare_servers import SETTLE_S, Figures, fault_of, figures_of
 from twostroke.benchmarks.worker_orders import measure_orders
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.processes import become_subreaper, end_descendants
+from twostroke.cluster.local.processes import leaving_no_process
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.alone import send
@@ -88,23 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises ConfigError, and ServerFailed where a server does not start.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers must end, too
-    become_subreaper()
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-            write_model(arguments.model, 4096, Path(folder))
-            urls: dict[str, str] = {}
-            for name in arguments.servers:
-                server = running.enter_context(started(name, arguments.layout, folder))
-                say(f"{name} answers after {server.started_in_s:.1f} s")
-                urls[name] = server.url
-            turns = measure(urls, arguments)
-            orders = {}
-            if ORDERS in arguments.loads and FLEXIBLE in urls:
-                orders = measure_orders(urls[FLEXIBLE], 1 if arguments.quick else ORDER_ROUNDS)
-            taken = {name: _taken(url) for name, url in urls.items()}
-    finally:
-        end_descendants(END_S)
+    with leaving_no_process(END_S), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+        write_model(arguments.model, 4096, Path(folder))
+        urls: dict[str, str] = {}
+        for name in arguments.servers:
+            server = running.enter_context(started(name, arguments.layout, folder))
+            say(f"{name} answers after {server.started_in_s:.1f} s")
+            urls[name] = server.url
+        turns = measure(urls, arguments)
+        orders = {}
+        if ORDERS in arguments.loads and FLEXIBLE in urls:
+            orders = measure_orders(urls[FLEXIBLE], 1 if arguments.quick else ORDER_ROUNDS)
+        taken = {name: _taken(url) for name, url in urls.items()}
     figures = summarise(turns, arguments.servers)
     conclude(
         {

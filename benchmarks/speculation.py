@@ -17,9 +17,7 @@ import contextlib
 import json
 import os
 import random
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +28,7 @@ from twostroke.benchmarks.clients import stream_completion
 from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.processes import become_subreaper, end_descendants
+from twostroke.cluster.local.processes import leaving_no_process
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
 
 OFF, ON = "off", "on"
@@ -147,14 +145,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises ConfigError, and ServerFailed where a server does not start.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # servers must end, too
-    become_subreaper()
-    try:
-        with contextlib.ExitStack() as running:
-            urls = {name: running.enter_context(started(name, arguments)).url for name in (OFF, ON)}
-            figures = measure(urls, arguments)
-    finally:
-        end_descendants(END_S)
+    with leaving_no_process(END_S), contextlib.ExitStack() as running:
+        urls = {name: running.enter_context(started(name, arguments)).url for name in (OFF, ON)}
+        figures = measure(urls, arguments)
     conclude(figures)
     return 1 if figures["errors"] else 0
 

@@ -252,12 +252,15 @@ class Constraint:
     Positions say how far, since the request's list of tokens grows meanwhile.
     """
 
-    def __init__(self, matcher: "LLMatcher", renew: "Callable[[], LLMatcher]", stop_token_ids: Sequence[int] = ()):
+    def __init__(
+        self, matcher: "LLMatcher", renew: "Callable[[], LLMatcher] | None", stop_token_ids: Sequence[int] = ()
+    ):
         """`matcher` is at the grammar's beginning, and belongs to this object. `renew` makes another one, that shares
-        nothing with those before it, and blocks meanwhile. `stop_token_ids` end the answer when they are drawn."""
+        nothing with those before it, and blocks meanwhile; None: nothing is tried again. `stop_token_ids` end the
+        answer when they are drawn."""
         self.matcher = matcher
         self._stop_token_ids = stop_token_ids
-        self._renew: Callable[[], LLMatcher] | None = renew  # None: it has been renewed
+        self._renew = renew  # None, too: it has been renewed
         self._num_outputs = 0  # that the matcher has seen
         self._failed_at: int | None = None  # the first position that the grammar says nothing about any more
 
@@ -280,8 +283,8 @@ class Constraint:
         """
         if len(history) > num_prompt_tokens:
             self.advance(history, num_prompt_tokens, history[-1], len(history))
-        copied = Constraint(self.matcher.deep_copy(), lambda: self.matcher, self._stop_token_ids)
-        copied._renew, copied._num_outputs = None, self._num_outputs
+        copied = Constraint(self.matcher.deep_copy(), None, self._stop_token_ids)
+        copied._num_outputs = self._num_outputs
         return copied
 
     def num_valid(self, token_ids: Sequence[int]) -> int:

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import signal
 import string
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.benchmarks.console import positive, say
 from twostroke.benchmarks.engines.engine import MODELS, write_random_model
 from twostroke.benchmarks.peers.compare_servers import PeerLoad, PeerServer, has_errors, measure, report_of, table
-from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
+from twostroke.cluster.local.processes import descendants, leaving_no_process
 from twostroke.cluster.local.server_process import ServerProcess
 from twostroke.loadtests.generator.http_stream import read_stream
 from twostroke.protocol.errors import ConfigError
@@ -135,29 +134,23 @@ def run(arguments: argparse.Namespace) -> int:
     Raises ConfigError, and ServerFailed where a server does not start.
     """
     comparison = comparison_of(arguments)
-    # A request to end this process must end the servers, too.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     started: dict[str, ServerProcess] = {}
     targets: list[PeerServer] = []
-    become_subreaper()
-    try:
-        with contextlib.ExitStack() as running:
-            for index, server in enumerate(arguments.servers):
-                if (target := target_of(server)) is None:
-                    folders = Folders(arguments.peers.resolve(), arguments.model)
-                    write_models(folders, server)
-                    process = started[server] = running.enter_context(started_server(server, folders, PORT + index))
-                    say(f"{server} answers after {process.started_in_s:.1f} s: {memory_gib(process.pid):.2f} GiB")
-                    target = PeerServer(server, process.url)
-                targets.append(target)
-            report = report_of(measure(targets, comparison), [each.name for each in targets])
-            report["started"] = {
-                name: {"start_s": process.started_in_s, "memory_gib_after": memory_gib(process.pid)}
-                for name, process in started.items()
-            }
-    finally:
-        end_descendants(END_S)  # whatever the servers have left behind
+    with leaving_no_process(END_S), contextlib.ExitStack() as running:
+        for index, server in enumerate(arguments.servers):
+            if (target := target_of(server)) is None:
+                folders = Folders(arguments.peers.resolve(), arguments.model)
+                write_models(folders, server)
+                process = started[server] = running.enter_context(started_server(server, folders, PORT + index))
+                say(f"{server} answers after {process.started_in_s:.1f} s: {memory_gib(process.pid):.2f} GiB")
+                target = PeerServer(server, process.url)
+            targets.append(target)
+        report = report_of(measure(targets, comparison), [each.name for each in targets])
+        report["started"] = {
+            name: {"start_s": process.started_in_s, "memory_gib_after": memory_gib(process.pid)}
+            for name, process in started.items()
+        }
     report["wall_s"] = time.monotonic() - began
     print(table(report))
     print(json.dumps(report))

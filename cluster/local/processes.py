@@ -7,7 +7,10 @@ the parent of any whose own parent has ended, so that /proc's parent links lead 
 import ctypes
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -64,6 +67,18 @@ def end_descendants(patience_s: float) -> list[int]:
         _reap()
         time.sleep(0.01)
     return killed
+
+
+@contextmanager
+def leaving_no_process(patience_s: float) -> Iterator[None]:
+    """End all descendants behind the context, also where this process is asked to end. Raises OSError as
+    `become_subreaper` does."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    become_subreaper()
+    try:
+        yield
+    finally:
+        end_descendants(patience_s)
 
 
 def _signal_all(number: signal.Signals) -> None:

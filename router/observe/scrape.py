@@ -243,23 +243,20 @@ def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     return families
 
 
+def _by_place(numbers: WorkerNumbers, values: Callable[[WorkerStats], Sequence[float]]) -> dict[tuple[str, ...], float]:
+    """Return each worker's values by its labels and their place."""
+    return {(*_labels(info), str(place)): value for info, stats in numbers for place, value in enumerate(values(stats))}
+
+
 def _collections(numbers: WorkerNumbers) -> Metric:
-    seconds = {
-        (*_labels(info), str(generation)): value
-        for info, stats in numbers
-        for generation, value in enumerate(stats.collection_seconds)
-    }
+    seconds = _by_place(numbers, lambda stats: stats.collection_seconds)
     about = "Time of Python's garbage collections in a worker's first process, each of which stops its streams."
     return family(Counters, "worker_garbage_collection_seconds", about, (*_LABELS, "generation"), seconds)
 
 
 def _accepted_by_position(numbers: WorkerNumbers) -> Metric:
     """Return the accepted tokens by their position in the draft, 0 is the first."""
-    accepted = {
-        (*_labels(info), str(position)): value
-        for info, stats in numbers
-        for position, value in enumerate(stats.accepted_by_position)
-    }
+    accepted = _by_place(numbers, lambda stats: stats.accepted_by_position)
     about = "Drafted tokens that were drawn, by their position in the draft."
     labels = (*_LABELS, "position")
     return family(Counters, "spec_decode_num_accepted_tokens_per_pos", about, labels, accepted)
@@ -291,12 +288,7 @@ def _expert_loads(numbers: WorkerNumbers) -> list[Metric]:
     """A series for each layer, of a hundred at most, and none for each expert, of which there are thousands."""
 
     def by_layer(values: Callable[[WorkerStats], Sequence[float]]) -> dict[tuple[str, ...], float]:
-        return {
-            (*_labels(info), str(layer)): value
-            for info, stats in numbers
-            for layer, value in enumerate(values(stats))
-            if value
-        }
+        return {labels: value for labels, value in _by_place(numbers, values).items() if value}
 
     labels = (*_LABELS, "layer")
     skews = "Hits of a layer's hottest expert over the mean of its experts, of the last minute or so."

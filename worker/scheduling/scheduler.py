@@ -184,7 +184,6 @@ class Scheduler:
         drafts = self._drafts(decodes, prompts) if in_flight is None else {}
         for job in decodes:
             job.sequence.reserve(self.pool, job.num_under_way + 1)
-        for job in decodes:
             entries.append(self._entry(job, 1, follows.get(job), drafts.get(job)))
         if not prompts and not self.waiting:
             self._settle_shares(())
@@ -225,8 +224,8 @@ class Scheduler:
     def learn_rows(self, step: ScheduledStep, seconds: float) -> None:
         """Learn what rows of drafts cost from a step without prompts that took so long. Comes before `complete`."""
         if self.speculator is not None:
-            jobs = [entry.job for entry in step.entries]
-            self.speculator.step_ended(jobs, len(step.batch) - len(jobs), seconds)
+            num_drafted = sum(len(entry.drafts) for entry in step.entries)
+            self.speculator.step_ended([entry.job for entry in step.entries], num_drafted, seconds)
 
     def abandon(self, step: ScheduledStep) -> None:
         """Account for a step that failed: the engine is dead and touches nothing any more."""

@@ -244,18 +244,16 @@ class SequenceState:
     ) -> tuple[SequenceStep, ...]:
         """Return the rows of drafted tokens, the first of which is at position `start`: each draws the token after it.
 
-        The row before them is the step of the last token, with a draw; blocks for all of them are held. `constraint` is
-        that of Constraint.for_drafts where the request has a grammar.
-        Raises ValueError where they are not.
+        The row before them is the step of the last token, with a draw. `constraint` is that of Constraint.for_drafts
+        where the request has a grammar. Raises ValueError where there are blocks for fewer tokens.
         """
         if start + len(draft) > self.num_held:
             raise ValueError(f"{len(self.block_ids)} blocks don't hold {start + len(draft)} tokens")
-        sampling, steps = self.request.sampling, []
+        counts, steps = self._counts_for_draw(), []
         for place, token_id in enumerate(draft):
             num_drafted = place + 1
-            counts = self._counts_for_draw()
             draw = Draw(
-                sampling=sampling,
+                sampling=self.request.sampling,
                 history=self.token_ids if counts is None else [*self.token_ids, *draft[:num_drafted]],
                 num_prompt_tokens=self.request.num_prompt_tokens,
                 forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drafted),
