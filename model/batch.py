@@ -89,7 +89,7 @@ class StepInput:
     drawing: Drawing
     # Gets [T, hidden] from behind the last norm, on every rank, and may ask for logits of some. Without it only rows
     # that draw come so far.
-    on_hidden: Callable[[Tensor], None] | None = None
+    on_hidden: Callable[[Tensor], object] | None = None
 
 
 class StepDecoder(Protocol):

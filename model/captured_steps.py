@@ -6,7 +6,6 @@ recording is a Program (model/cpu/captured_steps.py), on CUDA a graph (model/cud
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, local_lengths, slots_of
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
@@ -31,6 +31,10 @@ class CapturedSteps(Protocol):
         on the device, which those of `batch` have that `follows` one; None where all are in the batch.
         """
 
+    def mtp_logits(self, drawn: Tensor) -> Tensor:
+        """Return fp32 [N, vocab] of the tokens behind `drawn` int64 [N], which the rows of the last call of `logits`
+        drew, by the decoder's MTP head."""
+
 
 class CapturedPrompts(Protocol):
     """Whole small steps with prompts without the host's cost."""
@@ -45,6 +49,9 @@ class NothingCaptured:
 
     def logits(self, *_: Any, **__: Any) -> None:
         return None
+
+    def mtp_logits(self, drawn: Tensor) -> Tensor:
+        raise RuntimeError("no step was captured that the tokens could be of")
 
 
 NOTHING_CAPTURED = NothingCaptured()
@@ -178,21 +185,29 @@ class DecodeInputs:
         )
 
 
-def decode_step(
-    decoder: StepDecoder, kv_cache: KVCache, inputs: DecodeInputs, count: int, token_ids: Tensor | None = None
-) -> Callable[[], Tensor]:
-    """Return what computes the logits of the first `count` of `inputs`, whose tokens are `token_ids` where these are
-    given. It reads at the same places whenever it runs, and keeps all tensors that it reads alive."""
-    token_ids = inputs.token_ids[:count] if token_ids is None else token_ids
-    rows = torch.arange(count, device=token_ids.device)
-    step = StepInput(token_ids, inputs.layouts(count), kv_cache.tensors, Drawing(rows, rows))
-
-    return partial(drawn_logits, decoder, step)
+def decode_input(
+    kv_cache: KVCache,
+    inputs: DecodeInputs,
+    token_ids: Tensor,
+    on_hidden: Callable[[Tensor], object] | None = None,
+) -> StepInput:
+    """Return the step of the first rows of `inputs`, with the tokens `token_ids` int64 [rows]. A decoder reads it at
+    the same places whenever it computes it."""
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    return StepInput(token_ids, inputs.layouts(len(rows)), kv_cache.tensors, Drawing(rows, rows), on_hidden)
 
 
 def drawn_logits(decoder: StepDecoder, step: StepInput) -> Tensor:
     """fp32 [N, vocab] of a step that draws. Raises ValueError for one that does not."""
-    logits = decoder.forward(step)
+    return _drawn(decoder.forward(step))
+
+
+def drawn_mtp_logits(decoder: Decoder, step: StepInput, hidden: Tensor) -> Tensor:
+    """fp32 [N, vocab] as Decoder.mtp_logits. Raises ValueError for a step that draws nothing."""
+    return _drawn(decoder.mtp_logits(step, hidden))
+
+
+def _drawn(logits: Tensor | None) -> Tensor:
     if logits is None:
         raise ValueError("a step that draws nothing has no logits")
     return logits

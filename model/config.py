@@ -3,11 +3,12 @@
 model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures/families has one file each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 from twostroke.model.shapes.state_sizes import StateSizes
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import (
     STATE_WINDOW,
     KVGroups,
@@ -297,6 +298,18 @@ class LayerEmbeddingSpec:
     norm: str
 
 
+@dataclass(frozen=True)
+class MtpSpec:
+    """Parts of an MTP head within its layer, which comes behind the last one: it drafts the token after the next
+    (DeepSeek-AI 2024, section 2.2). Embedding and LM head are the model's own, of which files may have copies."""
+
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"  # 2 hidden -> hidden: of the next token's embedding, and behind it the hidden state
+    final_norm: str = "shared_head.norm"
+    copies: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
+
+
 TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 """Prefixes in checkpoints that see images: what stands for `model.`, and before `lm_head.`. transformers' modules have
 the first pair, most files the second. Others name their text's tensors as checkpoints of text alone do."""
@@ -316,6 +329,7 @@ class DecoderSpec:
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
     layer_embedding: LayerEmbeddingSpec | None = None
     is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
+    mtp: MtpSpec | None = None  # of the head that checkpoints may have, whose layer's tensors are `ignored`
 
     def names_in_files(self, module: str) -> tuple[str, ...]:
         """Return the names that checkpoints may have for a module of this decoder."""
@@ -344,6 +358,7 @@ class ModelShape:
     # layer's width, and other widths are multiples. Layers with the same window are alike.
     layer_heads: tuple[KVHeads, ...] = ()
     kv_owners: tuple[int, ...] = ()  # of each layer, whose keys and values it attends to; (): its own
+    has_mtp: bool = False  # the last layer is the MTP head's
 
     def keeps_state(self, layer: int) -> bool:
         """Return True if the layer keeps a state instead of keys and values."""
@@ -512,6 +527,18 @@ class ModelConfig(ModelShape):
     # Of each layer the numbers that the checkpoint has for its attention or state, and for its MLP or experts, None
     # where it has neither of these; (): both are the layer's own.
     numbers: tuple[tuple[int, int | None], ...] = ()
+
+    def with_mtp(self) -> "ModelConfig":
+        """Return the config with the MTP head's layer as one more. Raises ConfigError where the model has no head."""
+        if self.spec.mtp is None:
+            raise ConfigError(
+                f"speculation.method: mtp needs a checkpoint with an MTP head, and {self.spec.family} has none that is "
+                "read: set it to auto"
+            )
+        prefix = f"{self.spec.layers}.{self.num_layers}."
+        copies = tuple(f"{prefix}{name}" for name in self.spec.mtp.copies)
+        ignored = (*(one for one in self.spec.ignored if one != prefix), *copies)
+        return replace(self, num_layers=self.num_layers + 1, has_mtp=True, spec=replace(self.spec, ignored=ignored))
 
     def prefixes(self, layer: int) -> tuple[str, str | None]:
         """Return what the names of a layer's tensors begin with, as `numbers`."""

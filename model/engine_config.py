@@ -28,6 +28,7 @@ class EngineConfig:
     model_dir: Path
     _: KW_ONLY
     way: Way | None = None  # None: native where there is a decoder of ours
+    has_mtp: bool = False  # the checkpoint's MTP head drafts tokens
     device: Literal["cpu", "cuda"] = "cpu"
     gpu: int = 0  # which one of those that this process sees
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

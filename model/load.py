@@ -88,7 +88,7 @@ class LoadedEngine:
         self._place = place
         self._rank = 0 if place is None else place.rank
         self._stage, self._shard = config.parallel.place(self._rank)
-        found = open_model(config.model_dir, config.way)
+        found = open_model(config.model_dir, config.way, has_mtp=config.has_mtp)
         model = self.model_config = found.shape
         check_cores(config)
         self._device = resolve_device(config)
@@ -298,10 +298,13 @@ def prompt_shapes(config: EngineConfig, decoder: StepDecoder, kv_cache: KVCache)
     """Return the shapes of steps with prompts that get graphs: none where the host must know the contexts' lengths.
 
     Latents are expanded part by part, as far as contexts go, and states are computed row by row of block tables; what
-    transformers computes may ask for more. Nor are there any of one of several stages.
+    transformers computes may ask for more. Nor are there any of one of several stages, or with an MTP head, which runs
+    over all of a prompt's hidden states.
     """
     layout = kv_cache.layout
     if not isinstance(decoder, Decoder) or layout.kinds == 1 or layout.state_numbers or config.parallel.has_stages:
+        return []
+    if decoder.has_mtp:
         return []
     most = most_rows(decoder.parameters_a_layer, config.announces_layers)
     return step_shapes(config.bounds.max_tokens, config.bounds.max_sequences, most)

@@ -5,8 +5,9 @@ A step that was launched may still be on its way: its tokens are on a GPU then, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,12 +27,14 @@ from twostroke.model.batch import (
     take_drawn,
 )
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.cache.layer_announcer import LaunchedWork, StepAnnouncements, layer_announcer
+from twostroke.model.cache.layer_announcer import LaunchedWork, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.parallel.expert_slots import ExpertSlots
 from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
+from twostroke.model.sampling.launched_steps import AnnouncedStep, LaunchedStep, SilentStep, StepOnDevice
+from twostroke.model.sampling.mtp import MtpHead, noted_step
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
 from twostroke.model.step import (
@@ -83,87 +86,6 @@ class LaunchingSampler(Protocol):
         self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], masks: TokenMasks | None = None
     ) -> "DrawnTokens":
         """Draw one token for each row, without log-probabilities."""
-
-
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step whose tokens are known; subclasses stand for steps still under way."""
-
-    tokens: list[SampledToken | None]  # one of each entry of the batch, None where it draws none or none is known yet
-
-    is_done: ClassVar[bool] = True
-    """True if `result` has nothing to wait for."""
-
-    def result(self) -> list[SampledToken | None]:
-        """Return Engine.step's result; blocks until it is there. To be called once, on any one thread."""
-        return self.tokens
-
-    def peek(self) -> list[SampledToken | None]:
-        """Return the result as `result` does, on the engine's thread, any number of times."""
-        return self.tokens
-
-    def on_device(self) -> Tensor | None:
-        """int64 [entries of the batch]: each one's token, on the device, any number where it drew none. None where the
-        tokens are known already."""
-        return None
-
-
-@dataclass(frozen=True)
-class SilentStep(LaunchedStep):
-    """A step that draws nothing on this rank, while a GPU may still compute its KV."""
-
-    computed: LaunchedWork
-    is_done: ClassVar[bool] = False
-
-    def result(self) -> list[SampledToken | None]:
-        self.computed.synchronize()
-        return self.tokens
-
-
-@dataclass(frozen=True)
-class AnnouncedStep(LaunchedStep):
-    """A step whose layers a LayerAnnouncer announces: it ends after the last announcement."""
-
-    step: LaunchedStep
-    announcements: StepAnnouncements
-    is_done: ClassVar[bool] = False
-
-    def result(self) -> list[SampledToken | None]:
-        self.announcements.result()
-        return self.step.result()
-
-    def peek(self) -> list[SampledToken | None]:
-        return self.step.peek()
-
-    def on_device(self) -> Tensor | None:
-        return self.step.on_device()
-
-
-@dataclass(frozen=True)
-class StepOnDevice(LaunchedStep):
-    """A step whose tokens are still on the device."""
-
-    drawn: "DrawnTokens"
-    entries: list[int]  # of the batch: whose token each row is
-    is_done: ClassVar[bool] = False
-
-    def result(self) -> list[SampledToken | None]:
-        for entry, token in zip(self.entries, self.drawn.collect(), strict=True):
-            self.tokens[entry] = SampledToken(token)
-        return self.tokens
-
-    def peek(self) -> list[SampledToken | None]:
-        tokens = [*self.tokens]
-        for entry, token in zip(self.entries, self.drawn.wait(), strict=True):
-            tokens[entry] = SampledToken(token)
-        return tokens
-
-    def on_device(self) -> Tensor:
-        tokens = self.drawn.tokens
-        if self.entries == list(range(len(self.tokens))):
-            return tokens
-        places = place(np.array(self.entries, np.int64), tokens.device)
-        return tokens.new_zeros(len(self.tokens)).index_copy_(0, places, tokens)
 
 
 class NoExtras:
@@ -225,6 +147,9 @@ class ModelRunner:
         self._tables = CheckedTables()
         self._device = kv_cache.tensors[0].device
         self._announcer = layer_announcer(self._device)
+        self._mtp: MtpHead | None = None
+        if isinstance(decoder, Decoder) and decoder.has_mtp:
+            self._mtp = MtpHead(decoder, self._parallel)
         self.groups = kv_cache.groups  # of layers: block tables have a block for each in a row
 
     @property
@@ -279,7 +204,9 @@ class ModelRunner:
         follows = self._parallel.stage.is_first and any(step.follows is not None for step in batch)
         drawn = None
         if follows and self._parallel.shard.size > 1:
-            drawn = self._drawn_by_rank_0(earlier)
+            if earlier is None:
+                raise ValueError("a step follows one that is not there")
+            drawn = self._drawn_tokens(earlier)
         elif follows and earlier is not None:
             drawn = earlier.on_device()
         if follows and drawn is None:
@@ -292,7 +219,9 @@ class ModelRunner:
         if on_layer is None and all(step.scorer is None for step in batch):
             draws = [step.draw for step in batch if step.draw is not None and len(step.token_ids) == 1]
             if len(draws) == len(batch) and (logits := self._replays.decodes.logits(batch, drawn)) is not None:
-                return self._sample(logits, batch, list(range(len(batch))), earlier)
+                entries = list(range(len(batch)))
+                step = self._sample(logits, batch, entries, earlier)
+                return self._with_mtp(step, batch, entries, self._replays.decodes.mtp_logits)
         return self._run_with_prompts(batch, on_layer, drawn, earlier)
 
     def _run_with_prompts(
@@ -314,19 +243,49 @@ class ModelRunner:
                 self._announce_all(on_layer)  # their KV is written once the whole graph has run
                 return self._sample(logits, batch, [order[i] for i in drawing], earlier)
         last_rows = np.cumsum([len(step.token_ids) for step in steps]) - 1
-        logits = self._decoder.forward(
-            StepInput(
-                self._token_ids(steps, drawn),
-                make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.local_tokens),
-                self._kv_cache.tensors,
-                Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
-                self._scoring(steps),
-            ),
-            on_layer,
+        hidden: list[Tensor] = []
+        score_all = self._scoring(steps)
+
+        def on_hidden(found: Tensor) -> None:
+            hidden.append(found)
+            if score_all is not None:
+                score_all(found)
+
+        found = StepInput(
+            self._token_ids(steps, drawn),
+            make_layouts(steps, self._kv_cache.block_size, self._device, self.groups, self._kv_cache.local_tokens),
+            self._kv_cache.tensors,
+            Drawing(place(last_rows[drawing], self._device), place(np.array(drawing, np.int64), self._device)),
+            score_all if self._mtp is None else on_hidden,
         )
-        if logits is None:
-            return self._silent(len(batch))
-        return self._sample(logits, batch, [order[i] for i in drawing], earlier)
+        logits, entries = self._decoder.forward(found, on_layer), [order[i] for i in drawing]
+        step = self._silent(len(batch)) if logits is None else self._sample(logits, batch, entries, earlier)
+        if self._mtp is None:
+            return step
+        ends = place(last_rows, self._device)
+        return self._with_mtp(
+            step, batch, entries, partial(self._mtp.logits_of_step, found, hidden[0], ends, on_layer=on_layer)
+        )
+
+    def _with_mtp(
+        self,
+        step: LaunchedStep,
+        batch: Sequence[SequenceStep],
+        entries: Sequence[int],
+        logits_behind: Callable[[Tensor], Tensor | None],
+    ) -> LaunchedStep:
+        """Run the MTP head, if there is one, behind a step in which `entries` of the batch drew, and have its drafts
+        noted. `logits_behind` takes their tokens int64 [N] and returns the head's logits."""
+        if self._mtp is None:
+            return step
+        drawn = self._drawn_tokens(step)[entries] if entries else torch.empty(0, dtype=torch.int64, device=self._device)
+        logits = logits_behind(drawn)
+        expected = None if logits is None else self._mtp.expected(logits)
+        if self._sampler is None:
+            return self._silent(len(batch))  # once more: all work so far
+        if expected is None:
+            return step
+        return noted_step(step, [batch[entry] for entry in entries], expected)
 
     def _run_over_stages(
         self,
@@ -397,16 +356,15 @@ class ModelRunner:
             take_drawn(token_ids, steps, drawn)  # single tokens come first: a row each
         return token_ids
 
-    def _drawn_by_rank_0(self, earlier: LaunchedStep | None) -> Tensor:
-        """Return LaunchedStep.on_device on every rank; on GPUs no host waits for it."""
-        if earlier is None:
-            raise ValueError("a step follows one that is not there")
+    def _drawn_tokens(self, step: LaunchedStep) -> Tensor:
+        """Return LaunchedStep.on_device on every rank, whether the tokens are known or not; on GPUs no host waits for
+        those that are not."""
         if self._sampler is None:
-            drawn = torch.empty(len(earlier.tokens), dtype=torch.int64, device=self._device)
-        elif (on_device := earlier.on_device()) is not None:
+            drawn = torch.empty(len(step.tokens), dtype=torch.int64, device=self._device)
+        elif (on_device := step.on_device()) is not None:
             drawn = on_device
         else:
-            tokens = [0 if token is None else token.token_id for token in earlier.peek()]
+            tokens = [0 if token is None else token.token_id for token in step.peek()]
             drawn = place(np.array(tokens, np.int64), self._device)
         return self._parallel.from_rank_0(drawn)
 

@@ -28,6 +28,7 @@ from twostroke.model.costs.sizes import (
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.protocol.errors import ConfigError
 
 Way = Literal["native", "transformers"]
 
@@ -80,10 +81,15 @@ class ServedModel(Protocol):
         """Return one rank's decoder over loaded weights."""
 
 
-def open_model(folder: Path, way: Way | None = None) -> ServedModel:
-    """Open a folder: with the native decoder if there is one and `way` allows it. Raises ConfigError."""
+def open_model(folder: Path, way: Way | None = None, *, has_mtp: bool = False) -> ServedModel:
+    """Open a folder: with the native decoder if there is one and `way` allows it. Raises ConfigError.
+
+    `has_mtp`: the checkpoint's MTP head is loaded, too.
+    """
     if way == "native" or (way is None and is_native(read_config_file(folder))):
-        return NativeModel(folder)
+        return NativeModel(folder, has_mtp=has_mtp)
+    if has_mtp:
+        raise ConfigError("speculation.method: mtp is for natively served models, and this one is not: set it to auto")
     from twostroke.model.checkpoint.transformers_model import TransformersModel  # importing transformers takes seconds
 
     return TransformersModel(folder)
@@ -94,9 +100,12 @@ class NativeModel:
 
     way: Literal["native"] = "native"
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, has_mtp: bool = False):
+        """Read the folder's config. Raises ConfigError, also where `has_mtp` and the model has no MTP head."""
         self._folder = folder
         self.shape = load_model_config(folder)
+        if has_mtp:
+            self.shape = self.shape.with_mtp()
         self.family = self.shape.spec.family
         experts = self.shape.spec.layer.experts
         depends_on_files = self.shape.tie_word_embeddings or (experts is not None and experts.are_stacked)

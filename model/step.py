@@ -47,6 +47,7 @@ class Draw(msgspec.Struct, frozen=True):
     # The last tokens of `history` that are drafts: the token drawn here counts only if the rows before draw them. Such
     # rows stand right behind the row without drafts, in order.
     num_drafted: int = 0
+    mtp: "MtpDrafts | None" = None  # where to note what the model's MTP head expects behind the token
 
     @property
     def takes_largest(self) -> bool:
@@ -186,6 +187,28 @@ def note_broken(draws: Sequence[Draw], rows: Iterable[int]) -> None:
     for row in rows:
         if (fault := draws[row].fault) is not None:
             fault.note(BrokenLogits())
+
+
+class MtpDrafts:
+    """Tokens that a model's MTP head expects next in one request: each step notes one behind each token that it draws.
+
+    Notes behind drafts that turn out wrong are overwritten before their position is reached.
+    """
+
+    __slots__ = ("_token_ids",)
+    _KEPT = 64  # positions
+
+    def __init__(self) -> None:
+        self._token_ids: dict[int, int] = {}
+
+    def note(self, position: int, token_id: int) -> None:
+        """Note the token that is expected at a position."""
+        self._token_ids[position] = token_id
+        self._token_ids.pop(position - self._KEPT, None)
+
+    def at(self, position: int) -> int | None:
+        """Return the token that was expected at a position; None where that is not known."""
+        return self._token_ids.get(position)
 
 
 class PromptScorer:

@@ -140,12 +140,25 @@ class EndWeights:
 
 
 @dataclass(frozen=True)
+class MtpWeights:
+    """Weights of an MTP head. Its projection is two, whose results are added: both are whole on each rank."""
+
+    embedding_norm: Tensor  # fp32 [hidden]
+    hidden_norm: Tensor  # fp32 [hidden]
+    of_embedding: Linear  # hidden -> hidden
+    of_hidden: Linear  # hidden -> hidden
+    layer: LayerWeights
+    final_norm: Tensor  # fp32 [hidden]
+
+
+@dataclass(frozen=True)
 class DecoderWeights:
     """Weights of one rank's layers, and of the ends on the first stage, on its device."""
 
     dtype: torch.dtype  # of activations
     layers: tuple[LayerWeights, ...]  # of the rank's stage
     ends: EndWeights | None  # None: the stage is not the first
+    mtp: MtpWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,19 @@ class _KVPlace:
         return cls(groups.table_of_layer[index], groups.tensor_of_layer[index], own)
 
 
+@dataclass(frozen=True)
+class _LayerRun:
+    """Layers that run one after the other, and where each has its keys and values."""
+
+    layers: tuple[LayerWeights, ...]
+    places: Sequence[_KVPlace]
+
+    @property
+    def last_writer(self) -> int:
+        """Return the last layer with keys and values of its own: those behind it only compute rows that are needed."""
+        return max(index for index, place in enumerate(self.places) if place.own)
+
+
 class Decoder:
     """Runs a step's tokens through the layers, writing their KV into the cache on the way. Implements StepDecoder.
 
@@ -180,9 +206,9 @@ class Decoder:
         self._parallel = parallel
         self.stage = parallel.stage
         layers = self.stage.layers(config.num_layers)
-        self._places = [_KVPlace.of(config, layers, layer) for layer in layers]
-        # Layers behind the last one with keys and values of its own only compute rows that are needed.
-        self._last_writer = max(index for index, place in enumerate(self._places) if place.own)
+        places = [_KVPlace.of(config, layers, layer) for layer in layers]
+        self._main = _LayerRun(weights.layers, places[: len(weights.layers)])
+        self._mtp = None if weights.mtp is None else _LayerRun((weights.mtp.layer,), places[len(weights.layers) :])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -202,6 +228,11 @@ class Decoder:
     def logits_width(self) -> int:
         """Implement StepDecoder.logits_width."""
         return self._parallel.shard.vocabulary_size(self._config.vocab_size)
+
+    @property
+    def has_mtp(self) -> bool:
+        """True if there is an MTP head, so that `mtp_logits` may be asked for."""
+        return self._mtp is not None
 
     @property
     def parameters_a_layer(self) -> float:
@@ -225,7 +256,7 @@ class Decoder:
         if ends.layer_embedding is not None:
             embedded = self._embed_for_layers(step.token_ids, hidden, ends.layer_embedding)
         x = self._run_layers(
-            hidden, step.layouts, step.kv_tensors, needed, ends.final_norm, on_layer, embedded=embedded
+            self._main, hidden, step.layouts, step.kv_tensors, needed, ends.final_norm, on_layer, embedded=embedded
         )
         if x is None:
             return None
@@ -233,8 +264,24 @@ class Decoder:
             step.on_hidden(x)
             if drawn.numel() == 0:
                 return None
-            x = x[drawn]
+            x = x if drawn.numel() == len(x) else x[drawn]
         return self.logits(x)
+
+    def mtp_logits(self, step: StepInput, hidden: Tensor, on_layer: OnLayer | None = None) -> Tensor | None:
+        """Run the MTP head over tokens of which `forward` has computed `hidden` [T, hidden], as `on_hidden` got it.
+
+        `token_ids` of `step` are the tokens that come *after* those of `forward`'s, as far as they are known. Returns
+        this rank's logits fp32 [N, logits_width] of the tokens behind them, for the rows that draw; None where none
+        does. Writes the head's keys and values, with `on_layer` as to `forward`.
+        """
+        mtp, run, backend, eps = self._weights.mtp, self._mtp, self._backend, self._config.rms_norm_eps
+        if mtp is None or run is None:
+            raise RuntimeError("the model has no MTP head")
+        embedded = mtp.of_embedding(backend.rms_norm(self.embed(step.token_ids), mtp.embedding_norm, eps))
+        x = backend.add(embedded, mtp.of_hidden(backend.rms_norm(hidden, mtp.hidden_norm, eps)))
+        needed = step.drawing if step.drawing.rows.numel() < step.token_ids.numel() else None
+        found = self._run_layers(run, x, step.layouts, step.kv_tensors, needed, mtp.final_norm, on_layer)
+        return None if found is None else self.logits(found)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden] before the first layer; of the first stage."""
@@ -268,7 +315,7 @@ class Decoder:
         `needed` names the rows that are needed of the result, of which there are no others then; None: all of them.
         Returns None where none is. `on_layer` as to StepDecoder.forward, with the model's numbers.
         """
-        return self._run_layers(hidden, layouts, kv_tensors, needed, None, on_layer)
+        return self._run_layers(self._main, hidden, layouts, kv_tensors, needed, None, on_layer)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """[N, hidden] behind the last layer -> what `logits` takes; of the first stage. May write into them."""
@@ -289,6 +336,7 @@ class Decoder:
 
     def _run_layers(
         self,
+        run: _LayerRun,
         residual: Tensor,
         layouts: Sequence[BatchLayout],
         kv_tensors: Sequence[Tensor],
@@ -297,16 +345,16 @@ class Decoder:
         on_layer: OnLayer | None,
         embedded: Tensor | None = None,
     ) -> Tensor | None:
-        """Run the layers as `run_layers` does, and normalise behind the last one where `final_norm` is given.
+        """Run layers as `run_layers` does, and normalise behind the last one where `final_norm` is given.
 
         `embedded`: the result of `_embed_for_layers`.
         """
-        backend, layers = self._backend, self._weights.layers
+        backend, layers = self._backend, run.layers
         first_norm = layers[0].input_norm
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
         chosen: Tensor | None = None  # the tokens that latents' queries attend to; None: all
         for index, layer in enumerate(layers):
-            place = self._places[index]
+            place = run.places[index]
             layout, kv_layer = layouts[place.table], kv_tensors[place.tensor]
             if layer.kv_heads is not None:
                 kv_layer = kv_layer.view(*kv_layer.shape[:2], layer.kv_heads.number, -1, layer.kv_heads.dim)
@@ -321,7 +369,7 @@ class Decoder:
             if on_layer is not None:  # on CUDA the write is launched
                 for number in place.own:
                     on_layer(number)
-            if index == self._last_writer and needed is not None:
+            if index == run.last_writer and needed is not None:
                 if needed.rows.numel() == 0:
                     return None
                 q, residual = q[needed.rows], residual[needed.rows]
@@ -329,7 +377,7 @@ class Decoder:
                 embedded = None if embedded is None else embedded[needed.rows]
                 asking = None if asking is None else asking.of(needed.rows)
                 chosen = None if chosen is None else chosen[needed.rows]
-                read = {behind.table for behind in self._places[index:]}
+                read = {behind.table for behind in run.places[index:]}
                 layouts = [one.of_last_tokens(needed) if table in read else one for table, one in enumerate(layouts)]
                 layout = layouts[place.table]
             if isinstance(layer.qkv, StateMixer):

@@ -17,6 +17,7 @@ from twostroke.model.architectures.decoder import (
     LayerWeights,
     Mixer,
     MlpWeights,
+    MtpWeights,
     NormsBeside,
     RoutedWeights,
 )
@@ -46,6 +47,7 @@ from twostroke.model.config import (
     LayerEmbeddingSpec,
     MlpSpec,
     ModelConfig,
+    MtpSpec,
     Projection,
     Quantization,
 )
@@ -200,7 +202,24 @@ class _DecoderLoader:
             one: cos_sin_table(*one, self._options.max_context).to(self._options.device) for one in {*turned.values()}
         }
         loaded = tuple(self._layer(index, tables[turned[index]]) for index in layers)
-        return DecoderWeights(self._options.dtype, loaded, self._ends() if stage.is_first else None)
+        ends = self._ends() if stage.is_first else None
+        if not config.has_mtp or config.spec.mtp is None:
+            return DecoderWeights(self._options.dtype, loaded, ends)
+        return DecoderWeights(self._options.dtype, loaded[:-1], ends, self._mtp(config.spec.mtp, loaded[-1]))
+
+    def _mtp(self, spec: MtpSpec, layer: LayerWeights) -> MtpWeights:
+        prefix, tensors, hidden = (
+            self._config.prefixes(self._config.num_layers - 1)[0],
+            self._tensors,
+            self._config.hidden_size,
+        )
+        of_embedding, of_hidden = (
+            tensors.linear(tensors.weight(f"{prefix}{spec.projection}.weight", columns=columns), None)
+            for columns in (slice(0, hidden), slice(hidden, 2 * hidden))
+        )
+        norms = (spec.embedding_norm, spec.hidden_norm, spec.final_norm)
+        embedding_norm, hidden_norm, final_norm = (tensors.norm(f"{prefix}{name}") for name in norms)
+        return MtpWeights(embedding_norm, hidden_norm, of_embedding, of_hidden, layer, final_norm)
 
     def _layer(self, index: int, cos_sin: Tensor) -> LayerWeights:
         config, parts = self._config, self._config.spec.layer

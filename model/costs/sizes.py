@@ -58,6 +58,11 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         yield f"{embedding.table}.weight", (config.vocab_size, width)
         yield f"{embedding.projection.name}.weight", (width, hidden)
         yield f"{embedding.projection_norm}.weight", (embedding.size,)
+    if config.has_mtp and spec.mtp is not None:
+        head, _ = config.prefixes(config.num_layers - 1)
+        for name in (spec.mtp.embedding_norm, spec.mtp.hidden_norm, spec.mtp.final_norm):
+            yield f"{head}{name}.weight", (hidden,)
+        yield f"{head}{spec.mtp.projection}.weight", (hidden, 2 * hidden)
     for index in range(config.num_layers):
         prefix, mlp_prefix = config.prefixes(index)
         layer, shapes = spec.layer, dict[str, tuple[int, ...]]()
@@ -409,6 +414,11 @@ def check_stages(config: ModelShape, count: int) -> None:
     if count > config.num_layers:
         raise ConfigError(
             f"pipeline_parallel: {count} stages can't share the model's {config.num_layers} layers: use fewer stages"
+        )
+    if count > 1 and config.has_mtp:
+        raise ConfigError(
+            "pipeline_parallel: an MTP head needs the whole model's hidden states on one stage: leave it out, or set "
+            "speculation.method: auto"
         )
     if count > 1 and any(config.kv_owner(layer) != layer for layer in range(config.num_layers)):
         raise ConfigError("pipeline_parallel: the model's layers share keys and values, so stages can't: leave it out")

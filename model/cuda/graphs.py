@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.captured_steps import DecodeInputs, decode_step
+from twostroke.model.captured_steps import DecodeInputs, decode_input, drawn_logits, drawn_mtp_logits
 from twostroke.model.step import SequenceStep
 
 GRAPH_BYTES = 8 * 2**20
@@ -148,10 +149,17 @@ class CudaGraphSteps:
         self.all_logits = torch.empty((largest, decoder.logits_width), dtype=torch.float32, device=device)
         """fp32 [largest, V]: the first rows are those of the last step."""
         self._token_ids = torch.empty(largest, dtype=torch.int64, device=device)
+        mtp = decoder if isinstance(decoder, Decoder) and decoder.has_mtp else None
+        self._hidden: Tensor | None = None
+        if mtp is not None:
+            self._hidden = torch.empty((largest, mtp.hidden_size), dtype=mtp.dtype, device=device)
         # Kept with all tensors in them: a graph remembers places alone.
         self._steps = {size: self._step(decoder, kv_cache, size) for size in reversed(self.sizes)}
+        self._mtp_steps = {} if mtp is None else {size: self._mtp_step(mtp, kv_cache, size) for size in self._steps}
         with torch.inference_mode():
             self._replays = {size: recorder.record(step) for size, step in self._steps.items()}
+            self._mtp_replays = {size: recorder.record(step) for size, step in self._mtp_steps.items()}
+        self._count = self._size = 0  # of the last batch, and of its graph
 
     def logits(self, batch: Sequence[SequenceStep], earlier: Tensor | None = None) -> Tensor | None:
         """Implement CapturedSteps.logits; `earlier` int64 [any] are the tokens that the step before drew, on the
@@ -176,16 +184,36 @@ class CudaGraphSteps:
         if earlier is not None:
             placed.drawn[: len(earlier)].copy_(earlier)
         self._replays[size]()
+        self._count, self._size = count, size
+        return self.all_logits[:count]
+
+    def mtp_logits(self, drawn: Tensor) -> Tensor:
+        """Implement CapturedSteps.mtp_logits. The result takes the place of the step's logits."""
+        count = self._count
+        self._token_ids[:count].copy_(drawn)
+        self._token_ids[count : self._size].copy_(drawn[-1:].expand(self._size - count))
+        self._mtp_replays[self._size]()
         return self.all_logits[:count]
 
     def _step(self, decoder: StepDecoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
         """Return a function that computes the logits of a batch of `size` into the place that all graphs share."""
         placed, token_ids = self._inputs.placed, self._token_ids[:size]
-        run = decode_step(decoder, kv_cache, placed, size, token_ids)
+        hidden = None if self._hidden is None else self._hidden[:size].copy_
+        step = decode_input(kv_cache, placed, token_ids, hidden)
 
         def compute() -> None:
             torch.index_select(placed.candidates, 0, placed.sources[:size], out=token_ids)
-            self.all_logits[:size].copy_(run())
+            self.all_logits[:size].copy_(drawn_logits(decoder, step))
+
+        return compute
+
+    def _mtp_step(self, decoder: Decoder, kv_cache: KVCache, size: int) -> Callable[[], None]:
+        """Return a function that computes the MTP head's logits behind the tokens that a batch of `size` drew."""
+        assert self._hidden is not None
+        step, hidden = decode_input(kv_cache, self._inputs.placed, self._token_ids[:size]), self._hidden[:size]
+
+        def compute() -> None:
+            self.all_logits[:size].copy_(drawn_mtp_logits(decoder, step, hidden))
 
         return compute
 

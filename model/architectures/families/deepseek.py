@@ -25,6 +25,7 @@ from twostroke.model.config import (
     LatentSpec,
     MlpSpec,
     ModelConfig,
+    MtpSpec,
     Projection,
 )
 from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
@@ -236,10 +237,11 @@ def _read(
             query_norm="self_attn.q_a_layernorm" if sizes.query_rank else None,
         ),
     )
-    ignored = (f"{spec.layers}.{config.num_layers}.",)  # a layer that predicts one more token
+    ignored = (f"{spec.layers}.{config.num_layers}.",)  # the MTP head's
+    mtp = MtpSpec() if fields.count("num_nextn_predict_layers", default=0, most=MOST_LAYERS) else None
     return replace(
         config,
-        spec=replace(spec, layer=layer, ignored=ignored),
+        spec=replace(spec, layer=layer, ignored=ignored, mtp=mtp),
         rope=replace(config.rope, interleaves=interleaves, rotated=0),
         num_kv_heads=1,
         head_dim=sizes.rank + sizes.rotary,

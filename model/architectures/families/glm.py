@@ -16,7 +16,7 @@ from twostroke.model.architectures.families.family import (
     with_experts,
     with_one_gate_up,
 )
-from twostroke.model.config import ExpertsSpec, MlpSpec, ModelConfig, Projection
+from twostroke.model.config import ExpertsSpec, MlpSpec, ModelConfig, MtpSpec, Projection
 
 _DEFAULTS = Defaults(head_dim=128, rms_norm_eps=1.5625e-7, rotated_part=0.5, max_position=131_072)
 
@@ -43,7 +43,8 @@ def read_glm4_moe_config(fields: ConfigFields) -> ModelConfig:
     config = read_decoder(fields, spec, Defaults(rms_norm_eps=1e-5, rotated_part=0.5, max_position=131_072))
     first, size = config.num_layers, fields.integer("moe_intermediate_size", default=1408)
     drafting = range(first, first + fields.count("num_nextn_predict_layers", default=1, most=MOST_LAYERS))
-    spec = replace(config.spec, ignored=tuple(f"{spec.layers}.{layer}." for layer in drafting))
+    mtp = MtpSpec() if drafting else None
+    spec = replace(config.spec, ignored=tuple(f"{spec.layers}.{layer}." for layer in drafting), mtp=mtp)
     experts = experts_by_groups(fields, size, experts=128, top_k=8, groups=1, normalises=True)
     dense = range(fields.count("first_k_dense_replace", default=1, most=MOST_LAYERS))
     return with_experts(replace(config, spec=spec), experts, dense)

@@ -12,7 +12,7 @@ import torch
 from twostroke.kvtransfer.transports.device_units import DeviceQueue
 from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.runner import SilentStep
+from twostroke.model.sampling.launched_steps import SilentStep
 
 GPU = torch.device("cuda", 3)
 

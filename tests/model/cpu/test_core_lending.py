@@ -20,7 +20,7 @@ from twostroke.model.cpu.kernels.program import _RELEASED, MOST_THREADS, Launche
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
-from twostroke.model.runner import LaunchedStep
+from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 

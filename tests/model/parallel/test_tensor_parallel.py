@@ -35,7 +35,8 @@ from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import ParallelForm, Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, Rendezvous, SingleRank, TensorParallel
-from twostroke.model.runner import LaunchedStep, ModelRunner
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError

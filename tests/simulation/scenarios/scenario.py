@@ -94,7 +94,7 @@ def poisoned(draw: random.Random, arrivals: tuple[Arrival, ...], num_routers: in
         request=structs.replace(
             arrivals[0].request,
             request_id="poison-0",
-            token_ids=(*prompt, POISON, 1),
+            token_ids=(*prompt, 1, POISON),  # the last token is computed whatever layers attend to
             num_prompt_tokens=len(prompt) + 2,
         ),
         cancel_after_s=None,

@@ -1,0 +1,151 @@
+"""MTP heads: drafts equal those of transformers' layers put together by DeepSeek's formula, and change no token."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.model.architectures.test_conformance import EXPERT_GROUPS, INDEX, LATENT, MIN_MARGIN, family, random_prompts
+from twostroke.model.backend import LoadOptions
+from twostroke.model.cache.kv_cache import make_kv_cache
+from twostroke.model.captured_steps import ALL_EAGER, StepReplays
+from twostroke.model.checkpoint.weights import SINGLE_FILE
+from twostroke.model.cpu.backend import CpuBackend
+from twostroke.model.cpu.captured_steps import CpuCapturedSteps
+from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.runner import ModelRunner
+from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.served import open_model
+from twostroke.model.step import Draw, MtpDrafts, SequenceStep
+from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.requests import SamplingParams
+
+BLOCK_SIZE, MAX_CONTEXT, NEW_TOKENS = 8, 256, 12
+GREEDY = SamplingParams(temperature=0.0)
+MTP: dict[str, Any] = {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}
+SHAPES = {
+    "glm4_moe": family(
+        "glm4_moe",
+        "Glm4Moe",
+        **EXPERT_GROUPS | MTP | {"head_dim": 24, "use_qk_norm": True, "moe_intermediate_size": 20},
+    ),
+    "deepseek_v3": family(
+        "deepseek_v3", "DeepseekV3", **LATENT | EXPERT_GROUPS | MTP, q_lora_rank=24, moe_intermediate_size=20
+    ),
+    "deepseek_v32": family(
+        "deepseek_v32", "DeepseekV32", **LATENT | INDEX | EXPERT_GROUPS | MTP, q_lora_rank=24, moe_intermediate_size=20
+    ),
+}
+
+
+def write_mtp_checkpoint(write_checkpoint: Callable[..., Path], fields: dict[str, Any]) -> Path:
+    """A folder as published: the head's layer behind the last one, with copies of embedding and LM head."""
+    layers = fields["num_hidden_layers"]
+    folder: Path = write_checkpoint(**fields | {"num_hidden_layers": layers + 1})
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": layers}))
+    tensors = load_file(folder / SINGLE_FILE)
+    hidden, prefix = raw["hidden_size"], f"model.layers.{layers}."
+    generator = torch.Generator().manual_seed(5)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{norm}.weight"] = 1 + 0.2 * torch.randn(hidden, generator=generator)
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 1.5 / hidden**0.5
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+    return folder
+
+
+def expected_drafts(folder: Path, tokens: list[int]) -> tuple[list[int], list[float]]:
+    """Return what the head expects behind each token but the first, by transformers' layers, and its margins."""
+    config = AutoConfig.from_pretrained(folder)
+    tensors = load_file(folder / SINGLE_FILE)
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    head_config = AutoConfig.from_pretrained(folder, num_hidden_layers=1, first_k_dense_replace=0)
+    if getattr(head_config, "mlp_layer_types", None):
+        head_config.mlp_layer_types = ["sparse"]
+    if getattr(head_config, "layer_types", None):
+        head_config.layer_types = head_config.layer_types[:1]
+    inner = {
+        name.replace(prefix, "model.layers.0."): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+    }
+    inner |= {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    inner["model.norm.weight"] = inner.pop("model.layers.0.shared_head.norm.weight")
+    with_head = folder / "head"
+    with_head.mkdir(exist_ok=True)
+    head_config.save_pretrained(with_head)
+    save_file(inner, with_head / SINGLE_FILE, metadata={"format": "pt"})
+    head = AutoModelForCausalLM.from_pretrained(with_head, dtype=torch.float32).eval()
+    ids = torch.tensor([tokens])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        eps = config.rms_norm_eps
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * tensors[f"{prefix}{name}.weight"]
+
+    with torch.inference_mode():
+        hidden = model.model(ids[:, :-1]).last_hidden_state
+        embedded = model.model.embed_tokens(ids[:, 1:])
+        joined = torch.cat((norm(embedded, "enorm"), norm(hidden, "hnorm")), -1)
+        logits = head(inputs_embeds=joined @ tensors[f"{prefix}eh_proj.weight"].T).logits[0]
+    best = logits.topk(2)
+    return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+
+
+def make_runner(folder: Path, *, has_mtp: bool, is_captured: bool = False) -> ModelRunner:
+    backend, model = CpuBackend(), open_model(folder, has_mtp=has_mtp)
+    options = LoadOptions(torch.float32, torch.device("cpu"), MAX_CONTEXT, "none")
+    decoder = model.decoder(options, backend, SingleRank())
+    cache = make_kv_cache(
+        model.shape,
+        num_blocks=64,
+        block_size=BLOCK_SIZE,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        model_digest="",
+    )
+    replays = ALL_EAGER
+    if is_captured:
+        replays = StepReplays(
+            CpuCapturedSteps(decoder, backend.launcher, cache, min(MAX_CONTEXT, model.shape.dense_context))
+        )
+    return ModelRunner(decoder, Sampler(decoder.vocab_size), cache, MAX_CONTEXT, replays)
+
+
+def answer(
+    runner: ModelRunner, prompt: list[int], chunk: int, first_block: int = 0
+) -> tuple[list[int], list[int | None]]:
+    """Return a greedy answer, and what the head expected at each of its positions but the first, and one more."""
+    tokens, drafts, blocks = [*prompt], MtpDrafts(), range(first_block, first_block + 32)
+    start = 0
+    while len(tokens) < len(prompt) + NEW_TOKENS:
+        end = min(start + chunk, len(tokens))
+        draw = Draw(GREEDY, tokens, len(prompt), mtp=drafts) if end == len(tokens) else None
+        (found,) = runner.run([SequenceStep(tokens[start:end], start, blocks, draw)])
+        start = end
+        if found is not None:
+            tokens.append(found.token_id)
+    return tokens[len(prompt) :], [drafts.at(position) for position in range(len(prompt) + 1, len(tokens) + 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_drafts_are_those_of_transformers_layers(shape: str, is_captured: bool, write_checkpoint: Any) -> None:
+    folder = write_mtp_checkpoint(write_checkpoint, SHAPES[shape])
+    with_head = make_runner(folder, has_mtp=True, is_captured=is_captured)
+    without = make_runner(folder, has_mtp=False)
+    compared = 0
+    for prompt in random_prompts(96, seed=2, lengths=(1, 9, 30)):
+        tokens, drafts = answer(with_head, prompt, chunk=100)
+        assert tokens == answer(without, prompt, chunk=100)[0]
+        expected, margins = expected_drafts(folder, [*prompt, *tokens])
+        for draft, token, margin in zip(drafts, expected[len(prompt) - 1 :], margins[len(prompt) - 1 :], strict=True):
+            if margin > MIN_MARGIN:
+                assert draft == token
+                compared += 1
+    assert compared > 30
