@@ -56,7 +56,8 @@ def _count(text: str) -> int | None:
 def _speculation(text: str) -> Any:
     """Return a method of speculation, or the settings of vLLM's JSON.
 
-    Keys that tune vLLM's search are left out: matches are as long as the text has them here.
+    Keys that tune vLLM's search are left out: matches are as long as the text has them here. vLLM's methods by family,
+    such as deepseek_mtp, are `mtp`.
     """
     if not text.startswith("{"):
         return text
@@ -65,7 +66,10 @@ def _speculation(text: str) -> Any:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: no JSON: {error}") from None
     searches = ("prompt_lookup_", "suffix_decoding_")
-    return {name: value for name, value in found.items() if not name.startswith(searches)}
+    settings = {name: value for name, value in found.items() if not name.startswith(searches)}
+    if str(settings.get("method")).endswith("_mtp"):
+        settings["method"] = "mtp"
+    return settings
 
 
 _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {

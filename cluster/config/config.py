@@ -125,6 +125,17 @@ class ClusterConfig(Section):
             raise ConfigError("model.device: cuda needs prefill.num_gpus and decode.num_gpus above 0")
         return "cpu"
 
+    @property
+    def has_mtp(self) -> bool:
+        """Return whether workers load the model's MTP head. Raises ConfigError where that differs between workers."""
+        methods = [section.speculation.method for section in self.roles.values()]
+        if "mtp" in methods and len({*methods}) > 1:
+            raise ConfigError(
+                "prefill.speculation.method and decode.speculation.method: set both to mtp or none, since a prompt's "
+                "KV has the MTP head's layer then"
+            )
+        return "mtp" in methods
+
     def block_size(self, section: PrefillSection | DecodeSection) -> int:
         """Tokens of a block of a role's workers."""
         return section.block_size or self.default_block_size

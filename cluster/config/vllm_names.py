@@ -102,7 +102,7 @@ INSTEAD: Mapping[str, str] = {
     "rope_scaling": "change config.json in a copy of the folder",
     "runner": "a generating model also gives embeddings (/v1/embeddings): leave it out",
     "seed": "requests have a seed of their own; a server has none",
-    "speculative_model": "drafts come from the text itself: decode.speculation.method is suffix or ngram",
+    "speculative_model": "drafts come from the text or an MTP head: decode.speculation.method is suffix, ngram or mtp",
     "ssl_certfile": "TLS ends at the load balancer, such as deploy/nginx.conf",
     "ssl_keyfile": "TLS ends at the load balancer, such as deploy/nginx.conf",
     "stream_interval": "each step's tokens leave at once: leave it out",

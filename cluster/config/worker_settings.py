@@ -61,6 +61,7 @@ class WorkerSettings:
     tcp_streams: int
     tcp_max_bytes_per_s: int | None
     transfer: TransferConfig
+    has_mtp: bool = False  # the model's MTP head is loaded
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -93,6 +94,7 @@ class WorkerSettings:
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
+            has_mtp=config.has_mtp,
             swap_bytes=int(section.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
             announces_layers=isinstance(section, PrefillSection),
             logging=config.logging,
@@ -137,6 +139,7 @@ class WorkerSettings:
         gibibytes = self.resources.kv_cache_gib
         return EngineConfig(
             model_dir=folder,
+            has_mtp=self.has_mtp,
             device=self.device,
             gpu=gpu,
             dtype=self.model.dtype,

@@ -48,7 +48,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
     from twostroke.router.text.generation_config import read_sampling_defaults
     from twostroke.router.text.tokenizer import TextTokenizer
 
-    found = open_model(folder)
+    found = open_model(folder, has_mtp=config.has_mtp)
     model = found.shape
     TextTokenizer.load(folder, chat_template_text(config.model), config.model.response_template)
     defaults = read_sampling_defaults(folder, config.model.generation_config)

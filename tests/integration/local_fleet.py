@@ -56,6 +56,7 @@ class Shape:
     dtype: str = "float32"
     kv_cache_dtype: str = "auto"
     decode_quantization: str = "none"
+    has_mtp: bool = False  # the model's MTP head is loaded
     num_prefill: int = 1
     num_decode: int = 1
     prefill_ranks: int = 1
@@ -215,6 +216,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
         tcp_max_bytes_per_s=None,
         transfer=shape.transfers,
         swap_bytes=shape.swap_bytes,
+        has_mtp=shape.has_mtp,
     )
 
 

@@ -16,11 +16,8 @@ import pytest
 from tests.integration.local_fleet import Served, Shape, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, SEEDS, SHAPES
 from twostroke.protocol.requests import FinishReason, GenerateRequest, SampledToken, SamplingParams
-from twostroke.protocol.stats import StepCosts
 from twostroke.router.observe.stages import SequenceStages
-from twostroke.worker.speculation.speculator import Speculator
 
-CHEAP_ROWS = StepCosts(1.0, 1e-6, 0.0, 1e-6, 0.0)
 STOP = 5
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,17 +75,6 @@ async def ask_all(served: Served) -> list[Answer]:
             *(ask(served, prompt, 60, kind) for prompt, kind in zip(prompts, KINDS.values(), strict=True))
         )
     )
-
-
-@pytest.fixture
-def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every draft pay."""
-    make = Speculator.__init__
-
-    def made(speculator: Speculator, config: Any, costs: Any, safety: float) -> None:
-        make(speculator, config, lambda: CHEAP_ROWS, safety)
-
-    monkeypatch.setattr(Speculator, "__init__", made)
 
 
 OFF = {"speculation": {"method": "off"}}

@@ -23,7 +23,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from twostroke.model.step import SequenceStep
+from twostroke.model.step import MtpDrafts, SequenceStep
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import FinishReason, GenerateRequest, Promise, SampledToken, finish_reason
 from twostroke.worker.config import WorkerConfig
@@ -130,6 +130,8 @@ class Scheduler:
         sequence = SequenceState(request, pool.block_size, pool.groups, self._config.max_step_tokens)
         if not sequence.token_ids:
             raise RequestError("the prompt is empty", param="prompt")
+        if self.speculator is not None and self.speculator.uses_mtp:
+            sequence.mtp = MtpDrafts()
         if len(self.waiting) >= most:
             raise RequestError(f"{most} requests wait here already", code="overloaded", status=429)
         job = WorkerJob(sequence, now, awaits_offer, wants_transfer=wants_transfer, is_prefill_only=is_prefill_only)

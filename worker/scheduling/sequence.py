@@ -5,7 +5,16 @@ Both roles use it. No torch, no I/O; the owner of a sequence ends it with `reset
 
 from collections.abc import Sequence
 
-from twostroke.model.step import Constraint, Draw, PromptScorer, RowFault, SequenceStep, TokenCounts, is_penalised
+from twostroke.model.step import (
+    Constraint,
+    Draw,
+    MtpDrafts,
+    PromptScorer,
+    RowFault,
+    SequenceStep,
+    TokenCounts,
+    is_penalised,
+)
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
@@ -33,6 +42,7 @@ class SequenceState:
         self.token_ids: list[int] = list(request.token_ids)
         self.block_ids: list[int] = []
         self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
+        self.mtp: MtpDrafts | None = None  # where a model's MTP head drafts, before the first step
         self.num_computed = 0
         self.scorer = None if request.scoring is None else PromptScorer(request.scoring, request.token_ids)
         self.fault = RowFault() if self.scorer is None else self.scorer.fault
@@ -234,6 +244,7 @@ class SequenceState:
                 counts=self._counts_for_draw(),
                 constraint=self.constraint,
                 fault=self.fault,
+                mtp=self.mtp,
             )
         token_ids = self.token_ids[start:end] if follows is None else (0,)
         copied_from = self._copied_from if start == self.num_computed else None  # by the first of its steps
@@ -261,6 +272,7 @@ class SequenceState:
                 constraint=constraint,
                 fault=RowFault(),
                 num_drafted=num_drafted,
+                mtp=self.mtp,
             )
             steps.append(SequenceStep((token_id,), start + place, self.block_ids, draw))
         return tuple(steps)

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from twostroke.worker.speculation.suffix_match import MOST_MATCH
 
-DraftSource = Literal["own", "answers", "prediction"]
-"""The request's own tokens, earlier answers, or the client's prediction from its beginning on."""
+DraftSource = Literal["own", "answers", "prediction", "mtp"]
+"""The request's own tokens, earlier answers, the client's prediction from its beginning on, or the model's MTP head."""
 
 MEMORY = 0.995
 """Weight of all earlier predictions of a kind after one more."""

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from twostroke.protocol.settings import Section
 
-SpeculationMethod = Literal["auto", "off", "suffix", "ngram"]
+SpeculationMethod = Literal["auto", "off", "suffix", "ngram", "mtp"]
 
 
 class SpeculationConfig(Section):
@@ -15,8 +15,8 @@ class SpeculationConfig(Section):
 
     method: SpeculationMethod = "auto"
     """Source of drafts: the request's own prompt and answer (`ngram`), these and earlier answers to the same tenant
-    (`suffix`), or none (`off`). auto: `suffix` wherever the model's layers allow it. Drafts never change an answer:
-    each token is drawn as without them."""
+    (`suffix`), these and the checkpoint's own MTP head (`mtp`, for both roles alike), or none (`off`). auto: `suffix`
+    wherever the model's layers allow it. Drafts never change an answer: each token is drawn as without them."""
     num_speculative_tokens: Annotated[int, Ge(1), Le(64)] = 12
     """Drafted tokens of one request in one step, at most. How many a step has follows from the worker's step costs and
     from how often drafts were right."""
@@ -39,4 +39,9 @@ class SpeculationConfig(Section):
     @property
     def uses_answers(self) -> bool:
         """True where earlier answers are a source of drafts."""
-        return self.method in ("auto", "suffix") and self.corpus_tokens > 0
+        return self.method in ("auto", "suffix", "mtp") and self.corpus_tokens > 0
+
+    @property
+    def uses_mtp(self) -> bool:
+        """True where the model's MTP head is a source of drafts."""
+        return self.method == "mtp"

@@ -77,6 +77,8 @@ class RequestPredictor:
         self._match: Match | None = None
         self._source: DraftSource = "own"
         self._num_missed = 0  # tokens in a row that nothing predicted
+        self._mtp = sequence.mtp
+        self._own_mtp = OwnAcceptance()
         # What the client expects stands before the prompt, and is where the answer is expected to begin.
         self._num_before = 0
         self._tokens = SuffixTokens(())
@@ -98,8 +100,19 @@ class RequestPredictor:
     def predict(self, most: int, skip: int = 0) -> tuple[list[int], list[float]]:
         """Return the tokens after the next `skip` ones that are expected next, and the chance of each.
 
-        A chance counts the skipped tokens, too.
+        A chance counts the skipped tokens, too. Of the MTP head only the chance is known where tokens are skipped.
         """
+        token_ids, chances = self._predict_match(most, skip)
+        if self._mtp is None or most < 1 or sum(chances) >= (chance := self._mtp_chance):
+            return token_ids, chances
+        token_id = 0 if skip else self._mtp.at(len(self._tokens) - self._num_before)
+        return (token_ids, chances) if token_id is None else ([token_id], [chance])
+
+    @property
+    def _mtp_chance(self) -> float:
+        return self._own_mtp.chance(self._rates.rate("mtp", 0))
+
+    def _predict_match(self, most: int, skip: int) -> tuple[list[int], list[float]]:
         if self._match is None:
             return [], []
         token_ids: list[int] = []
@@ -115,6 +128,11 @@ class RequestPredictor:
         return token_ids, chances
 
     def _take(self, token_id: int) -> None:
+        if self._mtp is not None:
+            expected = self._mtp.at(len(self._tokens) - self._num_before)
+            if expected is not None:
+                self._own_mtp.note(self._rates.rate("mtp", 0), is_right=expected == token_id)
+                self._rates.note("mtp", 0, is_right=expected == token_id)
         match, self._match = self._match, None
         predicted = None if match is None else match.source.token_at(match.next_place)
         if match is not None and predicted is not None:
@@ -143,6 +161,7 @@ class Speculator:
 
     def __init__(self, config: SpeculationConfig, costs: Callable[[], StepCosts | None], safety: float):
         """`costs` are the worker's; `safety` is the share of a TPOT promise that a step may take."""
+        self.uses_mtp = config.uses_mtp
         self.counters = SpeculationCounters(accepted_by_position=[0] * config.num_speculative_tokens)
         self._most = config.num_speculative_tokens
         self._costs = costs

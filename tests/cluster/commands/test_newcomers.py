@@ -43,7 +43,7 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
 TOLD = [
     ("serve m --enable-prefix-caching", "prefixes are always cached: leave it out"),
     ("serve m --no-enable-prefix-caching", "prefixes are always cached: leave it out"),
-    ("serve m --speculative-model x", "drafts come from the text itself"),
+    ("serve m --speculative-model x", "drafts come from the text or an MTP head"),
     ("serve m --enable-lora --lora-modules sql=/x", "vLLM's enable_lora: adapters are not served: merge them"),
     ("serve m --enable-lora --lora-modules sql=/x", "vLLM's lora_modules: adapters are not served: merge them"),
     ("""serve m --kv-transfer-config '{"kv_role": "kv_both"}'""", "prefill and decode workers find each other"),

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.model.architectures.test_conformance import EXPERT_GROUPS, INDEX, LATENT, MIN_MARGIN, family, random_prompts
+from tests.model.parallel.test_tensor_parallel import Ranks
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
-from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.parallel.form import ParallelForm, Shard
+from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.served import open_model
@@ -25,6 +29,7 @@ from twostroke.model.step import Draw, MtpDrafts, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
+CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_CONTEXT, NEW_TOKENS = 8, 256, 12
 GREEDY = SamplingParams(temperature=0.0)
 MTP: dict[str, Any] = {"num_nextn_predict_layers": 1, "num_hidden_layers": 2}
@@ -97,28 +102,30 @@ def expected_drafts(folder: Path, tokens: list[int]) -> tuple[list[int], list[fl
     return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
 
 
-def make_runner(folder: Path, *, has_mtp: bool, is_captured: bool = False) -> ModelRunner:
-    backend, model = CpuBackend(), open_model(folder, has_mtp=has_mtp)
-    options = LoadOptions(torch.float32, torch.device("cpu"), MAX_CONTEXT, "none")
-    decoder = model.decoder(options, backend, SingleRank())
+def make_runner(
+    folder: Path, *, has_mtp: bool, is_captured: bool = False, parallel: TensorParallel | None = None
+) -> ModelRunner:
+    backend, model, parallel = CpuBackend(), open_model(folder, has_mtp=has_mtp), parallel or SingleRank()
+    decoder = model.decoder(LoadOptions(torch.float32, CPU, MAX_CONTEXT, "none"), backend, parallel)
     cache = make_kv_cache(
         model.shape,
         num_blocks=64,
         block_size=BLOCK_SIZE,
         dtype=torch.float32,
-        device=torch.device("cpu"),
+        device=CPU,
         model_digest="",
+        parallel=ParallelForm(parallel.shard.size),
+        rank=parallel.shard.rank,
     )
-    replays = ALL_EAGER
+    replays, context = ALL_EAGER, min(MAX_CONTEXT, model.shape.dense_context)
     if is_captured:
-        replays = StepReplays(
-            CpuCapturedSteps(decoder, backend.launcher, cache, min(MAX_CONTEXT, model.shape.dense_context))
-        )
-    return ModelRunner(decoder, Sampler(decoder.vocab_size), cache, MAX_CONTEXT, replays)
+        replays = StepReplays(CpuCapturedSteps(decoder, backend.launcher, cache, context))
+    sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else None
+    return ModelRunner(decoder, sampler, cache, MAX_CONTEXT, replays, parallel=parallel)
 
 
 def answer(
-    runner: ModelRunner, prompt: list[int], chunk: int, first_block: int = 0
+    runner: ModelRunner | Ranks, prompt: list[int], chunk: int, first_block: int = 0
 ) -> tuple[list[int], list[int | None]]:
     """Return a greedy answer, and what the head expected at each of its positions but the first, and one more."""
     tokens, drafts, blocks = [*prompt], MtpDrafts(), range(first_block, first_block + 32)
@@ -149,3 +156,27 @@ def test_drafts_are_those_of_transformers_layers(shape: str, is_captured: bool, 
                 assert draft == token
                 compared += 1
     assert compared > 30
+
+
+def test_ranks_agree_on_drafts(write_checkpoint: Any) -> None:
+    """The ranks hear of what was drawn, and each has a part of the vocabulary to choose a draft from."""
+    folder = write_mtp_checkpoint(write_checkpoint, SHAPES["glm4_moe"])
+    (prompt,) = random_prompts(96, seed=2, lengths=(30,))
+    expected = answer(make_runner(folder, has_mtp=True), prompt, chunk=9)
+    rendezvous = Rendezvous("127.0.0.1")
+    with ThreadPoolExecutor(2) as threads:
+        groups = threads.map(lambda rank: GroupRanks(Shard(rank, 2), rendezvous.address, CPU), range(2))
+        make = partial(make_runner, folder, has_mtp=True)
+        runners = list(threads.map(lambda group: make(parallel=group), groups))
+        assert answer(Ranks(runners, threads), prompt, chunk=9) == expected
+
+
+def test_a_model_without_a_head_is_refused(write_checkpoint: Any) -> None:
+    folder = write_checkpoint(**SHAPES["glm4_moe"] | {"num_nextn_predict_layers": 0})
+    with pytest.raises(
+        ConfigError, match=r"speculation\.method: mtp needs a checkpoint with an MTP head, and GLM-4\.5"
+    ):
+        open_model(folder, has_mtp=True)
+    folder = write_checkpoint(**SHAPES["glm4_moe"])  # config.json speaks of a head that the files lack
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\."):
+        _ = open_model(folder, has_mtp=True).dtype
