@@ -107,7 +107,7 @@ def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) 
     from twostroke.model.served import open_model
     from twostroke.router.text.tokenizer import given_end_tokens
 
-    model = open_model(folder)
+    model = open_model(folder, has_mtp=config.has_mtp)
     given_end_tokens(folder)  # routers would refuse to start
     report = _of_worker("decode", folder, model, config, arguments)
     model_held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)

@@ -128,7 +128,9 @@ class ClusterConfig(Section):
     @property
     def has_mtp(self) -> bool:
         """Return whether workers load the model's MTP head. Raises ConfigError where that differs between workers."""
-        methods = [section.speculation.method for section in self.roles.values()]
+        methods = [
+            section.speculation.method for role, section in self.roles.items() if role == "decode" or self.has_prefill
+        ]
         if "mtp" in methods and len({*methods}) > 1:
             raise ConfigError(
                 "prefill.speculation.method and decode.speculation.method: set both to mtp or none, since a prompt's "

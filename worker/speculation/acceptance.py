@@ -22,6 +22,8 @@ _SURE = 0.98
 _LIMITS = (3, 4, 6, 9, 15, MOST_MATCH)  # the longest match of each kind
 _KIND = tuple(next(kind for kind, most in enumerate(_LIMITS) if length <= most) for length in range(MOST_MATCH + 1))
 _FIRST_GUESS = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
+MTP_LENGTH = _LIMITS[3]
+"""Length of the match that a prediction of an MTP head counts as: heads are first taken to be right so often."""
 
 
 class AcceptanceRates:

@@ -26,7 +26,7 @@ from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.speculation.acceptance import AcceptanceRates, DraftSource, OwnAcceptance
+from twostroke.worker.speculation.acceptance import MTP_LENGTH, AcceptanceRates, DraftSource, OwnAcceptance
 from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.row_costs import DraftRowCosts
 from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
@@ -110,7 +110,7 @@ class RequestPredictor:
 
     @property
     def _mtp_chance(self) -> float:
-        return self._own_mtp.chance(self._rates.rate("mtp", 0))
+        return self._own_mtp.chance(self._rates.rate("mtp", MTP_LENGTH))
 
     def _predict_match(self, most: int, skip: int) -> tuple[list[int], list[float]]:
         if self._match is None:
@@ -131,8 +131,8 @@ class RequestPredictor:
         if self._mtp is not None:
             expected = self._mtp.at(len(self._tokens) - self._num_before)
             if expected is not None:
-                self._own_mtp.note(self._rates.rate("mtp", 0), is_right=expected == token_id)
-                self._rates.note("mtp", 0, is_right=expected == token_id)
+                self._own_mtp.note(self._rates.rate("mtp", MTP_LENGTH), is_right=expected == token_id)
+                self._rates.note("mtp", MTP_LENGTH, is_right=expected == token_id)
         match, self._match = self._match, None
         predicted = None if match is None else match.source.token_at(match.next_place)
         if match is not None and predicted is not None:

@@ -33,6 +33,10 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
         """serve m --speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5}'""",
         {role: {"speculation": {"method": "ngram", "num_speculative_tokens": 4}} for role in BOTH},
     ),
+    (
+        """serve m --speculative-config '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'""",
+        {role: {"speculation": {"method": "mtp", "num_speculative_tokens": 1}} for role in BOTH},
+    ),
     ("serve m --speculative-config off", {role: {"speculation": {"method": "off"}} for role in BOTH}),
     (
         "serve m --quantization int8 --chat-template x.jinja",

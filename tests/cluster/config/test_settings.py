@@ -415,6 +415,16 @@ def test_roles_whose_parts_of_blocks_can_not_be_exchanged_are_refused() -> None:
     assert [peer.cut.context_ranks for peer in settings.peers] == [8, 2]
 
 
+def test_both_roles_load_an_mtp_head_or_none() -> None:
+    mtp = {"speculation": "mtp"}
+    config = read_config({"prefill": mtp, "decode": mtp})
+    assert all(WorkerSettings.of(config, each).engine_config(Path("m")).has_mtp for each in config.roles.values())
+    assert read_config({"prefill": {"replicas": 0}, "decode": mtp}).has_mtp
+    assert not read_config({}).has_mtp
+    with pytest.raises(ConfigError, match=r"^prefill\.speculation\.method and decode\..*: set both to mtp or none"):
+        WorkerSettings.of(read_config({"decode": mtp}), config.decode)
+
+
 def test_blocks_are_larger_on_gpus_where_nothing_is_said() -> None:
     gpus = {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}
     assert read_config({}).default_block_size == 16

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.model.architectures.test_conformance import EXPERT_GROUPS, INDEX, LATENT, MIN_MARGIN, family, random_prompts
 from tests.model.parallel.test_tensor_parallel import Ranks
+from tests.model.test_captured_steps import Repeating
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.captured_steps import CpuCapturedSteps
+from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.parallel.form import ParallelForm, Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank, TensorParallel
 from twostroke.model.runner import ModelRunner
@@ -103,13 +104,13 @@ def expected_drafts(folder: Path, tokens: list[int]) -> tuple[list[int], list[fl
 
 
 def make_runner(
-    folder: Path, *, has_mtp: bool, is_captured: bool = False, parallel: TensorParallel | None = None
+    folder: Path, way: str = "eager", *, has_mtp: bool = True, parallel: TensorParallel | None = None
 ) -> ModelRunner:
     backend, model, parallel = CpuBackend(), open_model(folder, has_mtp=has_mtp), parallel or SingleRank()
     decoder = model.decoder(LoadOptions(torch.float32, CPU, MAX_CONTEXT, "none"), backend, parallel)
     cache = make_kv_cache(
         model.shape,
-        num_blocks=64,
+        num_blocks=128,
         block_size=BLOCK_SIZE,
         dtype=torch.float32,
         device=CPU,
@@ -118,38 +119,60 @@ def make_runner(
         rank=parallel.shard.rank,
     )
     replays, context = ALL_EAGER, min(MAX_CONTEXT, model.shape.dense_context)
-    if is_captured:
+    if way == "programs":
         replays = StepReplays(CpuCapturedSteps(decoder, backend.launcher, cache, context))
+    elif way == "graphs":  # batches of three are padded to four
+        replays = StepReplays(CudaGraphSteps(decoder, cache, context, 12, Repeating()))
     sampler = Sampler(decoder.vocab_size) if parallel.shard.rank == 0 else None
     return ModelRunner(decoder, sampler, cache, MAX_CONTEXT, replays, parallel=parallel)
 
 
-def answer(
-    runner: ModelRunner | Ranks, prompt: list[int], chunk: int, first_block: int = 0
-) -> tuple[list[int], list[int | None]]:
-    """Return a greedy answer, and what the head expected at each of its positions but the first, and one more."""
-    tokens, drafts, blocks = [*prompt], MtpDrafts(), range(first_block, first_block + 32)
-    start = 0
-    while len(tokens) < len(prompt) + NEW_TOKENS:
-        end = min(start + chunk, len(tokens))
-        draw = Draw(GREEDY, tokens, len(prompt), mtp=drafts) if end == len(tokens) else None
-        (found,) = runner.run([SequenceStep(tokens[start:end], start, blocks, draw)])
-        start = end
-        if found is not None:
-            tokens.append(found.token_id)
-    return tokens[len(prompt) :], [drafts.at(position) for position in range(len(prompt) + 1, len(tokens) + 1)]
+def answers(
+    runner: ModelRunner | Ranks, prompts: list[list[int]], chunk: int
+) -> list[tuple[list[int], list[int | None]]]:
+    """Return greedy answers that are written together, and what the head expected at each of their positions but the
+    first, and one more."""
+    tokens = [[*prompt] for prompt in prompts]
+    drafts = [MtpDrafts() for _ in prompts]
+    blocks = [range(32 * number, 32 * (number + 1)) for number in range(len(prompts))]
+
+    def step(number: int, start: int, end: int) -> SequenceStep:
+        row = tokens[number]
+        draw = Draw(GREEDY, row, len(prompts[number]), mtp=drafts[number]) if end == len(row) else None
+        return SequenceStep(row[start:end], start, blocks[number], draw)
+
+    def run(batch: dict[int, SequenceStep]) -> None:
+        for number, found in zip(batch, runner.run([*batch.values()]), strict=True):
+            if found is not None:
+                tokens[number].append(found.token_id)
+
+    for number, prompt in enumerate(prompts):
+        for start in range(0, len(prompt), chunk):
+            run({number: step(number, start, min(start + chunk, len(prompt)))})
+    for _ in range(NEW_TOKENS - 1):
+        run({number: step(number, len(row) - 1, len(row)) for number, row in enumerate(tokens)})
+    return [
+        (row[len(prompt) :], [found.at(position) for position in range(len(prompt) + 1, len(row) + 1)])
+        for prompt, row, found in zip(prompts, tokens, drafts, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
-def test_drafts_are_those_of_transformers_layers(shape: str, is_captured: bool, write_checkpoint: Any) -> None:
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        pytest.param(shape, way, marks=[] if shape == "glm4_moe" or way == "programs" else pytest.mark.models)
+        for shape in SHAPES
+        for way in ("eager", "programs", "graphs")
+    ],
+)
+def test_drafts_are_those_of_transformers_layers(shape: str, way: str, write_checkpoint: Any) -> None:
     folder = write_mtp_checkpoint(write_checkpoint, SHAPES[shape])
-    with_head = make_runner(folder, has_mtp=True, is_captured=is_captured)
-    without = make_runner(folder, has_mtp=False)
+    prompts = random_prompts(96, seed=2, lengths=(1, 9, 30))
+    found = answers(make_runner(folder, way), prompts, chunk=100)
+    plain = answers(make_runner(folder, has_mtp=False), prompts, chunk=100)
     compared = 0
-    for prompt in random_prompts(96, seed=2, lengths=(1, 9, 30)):
-        tokens, drafts = answer(with_head, prompt, chunk=100)
-        assert tokens == answer(without, prompt, chunk=100)[0]
+    for prompt, (tokens, drafts), (expected_tokens, _) in zip(prompts, found, plain, strict=True):
+        assert tokens == expected_tokens
         expected, margins = expected_drafts(folder, [*prompt, *tokens])
         for draft, token, margin in zip(drafts, expected[len(prompt) - 1 :], margins[len(prompt) - 1 :], strict=True):
             if margin > MIN_MARGIN:
@@ -161,14 +184,13 @@ def test_drafts_are_those_of_transformers_layers(shape: str, is_captured: bool, 
 def test_ranks_agree_on_drafts(write_checkpoint: Any) -> None:
     """The ranks hear of what was drawn, and each has a part of the vocabulary to choose a draft from."""
     folder = write_mtp_checkpoint(write_checkpoint, SHAPES["glm4_moe"])
-    (prompt,) = random_prompts(96, seed=2, lengths=(30,))
-    expected = answer(make_runner(folder, has_mtp=True), prompt, chunk=9)
+    prompts = random_prompts(96, seed=2, lengths=(30, 4))
+    expected = answers(make_runner(folder), prompts, chunk=9)
     rendezvous = Rendezvous("127.0.0.1")
     with ThreadPoolExecutor(2) as threads:
         groups = threads.map(lambda rank: GroupRanks(Shard(rank, 2), rendezvous.address, CPU), range(2))
-        make = partial(make_runner, folder, has_mtp=True)
-        runners = list(threads.map(lambda group: make(parallel=group), groups))
-        assert answer(Ranks(runners, threads), prompt, chunk=9) == expected
+        runners = list(threads.map(lambda group: make_runner(folder, parallel=group), groups))
+        assert answers(Ranks(runners, threads), prompts, chunk=9) == expected
 
 
 def test_a_model_without_a_head_is_refused(write_checkpoint: Any) -> None:

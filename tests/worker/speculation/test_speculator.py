@@ -160,3 +160,31 @@ def test_a_draft_whose_row_failed_is_drawn_again_without_it(fails: str) -> None:
 def test_the_method_alone_is_a_setting(written: Any) -> None:
     found = TypeAdapter(SpeculationConfig).validate_python(written)
     assert (found.method, found.is_on, found.uses_answers) == ("off", False, False)
+
+
+def test_the_head_drafts_one_token_where_the_text_repeats_nothing_while_it_is_right() -> None:
+    """The engine notes behind each draw what the head expects."""
+
+    def drafted(steps: int, *, is_right: bool) -> list[int]:
+        found = []
+        for _ in range(steps):
+            step = rig.schedule()
+            found.append(len(step.batch) - len(step.entries))
+            tokens = []
+            for row in step.batch:
+                position = row.start + len(row.token_ids)
+                tokens.append(SampledToken(100 + position))  # a text in which nothing comes twice
+                assert row.draw is not None
+                assert row.draw.mtp is not None
+                row.draw.mtp.note(position + 1, 101 + position if is_right else 7)
+            rig.scheduler.complete(step, tokens)
+        return found
+
+    rig = a_rig(StepCosts(0.010, 0.001, 0.0, 0.004, 0.0), SpeculationConfig(method="mtp"))
+    job = rig.add(5, 190)
+    assert drafted(20, is_right=True)[2:] == [1] * 18
+    assert job.sequence.num_output_tokens > 35
+    assert sum(drafted(40, is_right=False)[-20:]) < 5
+    without = a_rig()
+    without.add(5, 20)
+    assert without.schedule().batch[0].draw.mtp is None
