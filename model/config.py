@@ -532,8 +532,7 @@ class ModelConfig(ModelShape):
         """Return the config with the MTP head's layer as one more. Raises ConfigError where the model has no head."""
         if self.spec.mtp is None:
             raise ConfigError(
-                f"speculation.method: mtp needs a checkpoint with an MTP head, and {self.spec.family} has none that is "
-                "read: set it to auto"
+                f"speculation.method: mtp: this model, {self.spec.family}, has no MTP head: set it to auto"
             )
         prefix = f"{self.spec.layers}.{self.num_layers}."
         copies = tuple(f"{prefix}{name}" for name in self.spec.mtp.copies)

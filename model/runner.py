@@ -221,7 +221,7 @@ class ModelRunner:
             if len(draws) == len(batch) and (logits := self._replays.decodes.logits(batch, drawn)) is not None:
                 entries = list(range(len(batch)))
                 step = self._sample(logits, batch, entries, earlier)
-                return self._with_mtp(step, batch, entries, self._replays.decodes.mtp_logits)
+                return self._with_mtp(step, batch, entries, lambda drawn: self._replays.decodes.mtp_logits(drawn))
         return self._run_with_prompts(batch, on_layer, drawn, earlier)
 
     def _run_with_prompts(
