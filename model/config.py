@@ -300,14 +300,13 @@ class LayerEmbeddingSpec:
 
 @dataclass(frozen=True)
 class MtpSpec:
-    """Parts of an MTP head within its layer, which comes behind the last one: it drafts the token after the next
-    (DeepSeek-AI 2024, section 2.2). Embedding and LM head are the model's own, of which files may have copies."""
+    """Parts of an MTP head within its layer, the one behind the last: it drafts the token after the next (DeepSeek-AI
+    2024, section 2.2). Embedding and LM head are the model's, whatever copies of them the files have."""
 
     embedding_norm: str = "enorm"
     hidden_norm: str = "hnorm"
     projection: str = "eh_proj"  # 2 hidden -> hidden: of the next token's embedding, and behind it the hidden state
     final_norm: str = "shared_head.norm"
-    copies: tuple[str, ...] = ("embed_tokens.", "shared_head.head.")
 
 
 TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
@@ -534,10 +533,7 @@ class ModelConfig(ModelShape):
             raise ConfigError(
                 f"speculation.method: mtp: this model, {self.spec.family}, has no MTP head: set it to auto"
             )
-        prefix = f"{self.spec.layers}.{self.num_layers}."
-        copies = tuple(f"{prefix}{name}" for name in self.spec.mtp.copies)
-        ignored = (*(one for one in self.spec.ignored if one != prefix), *copies)
-        return replace(self, num_layers=self.num_layers + 1, has_mtp=True, spec=replace(self.spec, ignored=ignored))
+        return replace(self, num_layers=self.num_layers + 1, has_mtp=True)
 
     def prefixes(self, layer: int) -> tuple[str, str | None]:
         """Return what the names of a layer's tensors begin with, as `numbers`."""
