@@ -172,8 +172,9 @@ class Scheduler:
         staying = self.staying()
         chosen = self.policy.choose(staying)
         decodes = [job for job in chosen if job.is_decoding]
+        prompts = [job for job in chosen if not job.is_decoding]
         if in_flight is not None:
-            if not self.preemptor.may_run_ahead(in_flight, decodes) or self._awaits_drafts(in_flight, decodes):
+            if not self.preemptor.may_run_ahead(in_flight, decodes) or self._awaits_drafts(in_flight, decodes, prompts):
                 return ScheduledStep()
         elif swaps := self.preemptor.free_blocks_for(decodes):
             return ScheduledStep(swaps=swaps)
@@ -182,7 +183,6 @@ class Scheduler:
         self.policy.settle(staying, chosen)
         follows = {} if in_flight is None else in_flight.drawing
         entries = []
-        prompts = [job for job in chosen if not job.is_decoding]
         drafts = self._drafts(decodes, prompts) if in_flight is None else {}
         for job in decodes:
             job.sequence.reserve(self.pool, job.num_under_way + 1)
@@ -397,18 +397,21 @@ class Scheduler:
         job.begin_step(step)
         return StepEntry(job, step, drafts)
 
-    def _awaits_drafts(self, in_flight: ScheduledStep, decodes: Sequence[WorkerJob]) -> bool:
+    def _awaits_drafts(
+        self, in_flight: ScheduledStep, decodes: Sequence[WorkerJob], prompts: Sequence[WorkerJob]
+    ) -> bool:
         """Return True where the next step is better decided at the end of the one under way, with drafts."""
         if self.speculator is None or not decodes:
             return False
-        return in_flight.has_drafts or self.speculator.is_worth_waiting(decodes, self._room_for_drafts(len(decodes)))
+        room = self._room_for_drafts(decodes, prompts)
+        return in_flight.has_drafts or self.speculator.is_worth_waiting(decodes, room)
 
-    def _room_for_drafts(self, num_entries: int, *, has_prompts: bool = False) -> int:
+    def _room_for_drafts(self, decodes: Sequence[WorkerJob], prompts: Sequence[WorkerJob]) -> int:
         """Return how many rows drafts may add to a step; beside prompts few, since rows take of their tokens."""
-        most_tokens = (
-            self._config.max_step_tokens // DRAFTS_BESIDE_PROMPTS if has_prompts else self._config.max_step_tokens
-        )
-        return min(self._config.max_batch, most_tokens) - num_entries
+        most_tokens = self._config.max_step_tokens
+        if prompts or self._ready():
+            most_tokens //= DRAFTS_BESIDE_PROMPTS
+        return min(self._config.max_batch, most_tokens) - len(decodes) - len(prompts)
 
     def _drafts(self, decodes: Sequence[WorkerJob], prompts: Sequence[WorkerJob]) -> dict[WorkerJob, Draft]:
         """Return what is drafted for these jobs, which have blocks for it then.
@@ -417,10 +420,7 @@ class Scheduler:
         """
         if self.speculator is None or not decodes:
             return {}
-        has_prompts = bool(prompts or self._ready())
-        found = self.speculator.drafts(
-            decodes, self._room_for_drafts(len(decodes) + len(prompts), has_prompts=has_prompts)
-        )
+        found = self.speculator.drafts(decodes, self._room_for_drafts(decodes, prompts))
         for job, draft in found.items():
             spare = self.pool.free_blocks - len(decodes) * self.pool.groups.count
             if job.sequence.blocks_needed(1 + len(draft.token_ids)) > max(0, spare):

@@ -128,6 +128,21 @@ def test_prompts_get_their_tokens_and_time_beside_drafts() -> None:
     assert chunks[True] >= 0.75 * chunks[False] > 0
 
 
+def test_a_step_is_waited_for_by_the_room_that_it_will_have_beside_prompts() -> None:
+    """An eighth of 32 tokens is taken by four decodes: the step is scheduled ahead, as it would have no drafts."""
+    rig = Rig(costs=CHEAP, has_drafts=True, max_step_tokens=32, max_batch=32, num_blocks=512)
+    for number in range(4):
+        rig.add(5, 180, first=1000 * number)
+    drafts_of(rig, 12)
+    step = rig.scheduler.schedule()
+    assert rig.scheduler.schedule(step).is_empty, "drafts are expected"
+    rig.end(step)
+    rig.add(150, 1, first=90_000)
+    step = rig.schedule()
+    assert not step.has_drafts
+    assert not rig.scheduler.schedule(step).is_empty
+
+
 def test_rows_stay_within_a_step_however_many_may_be_drafted() -> None:
     rig = a_rig(max_batch=64, config=SpeculationConfig(num_speculative_tokens=64))
     rig.add(5, 190)
