@@ -127,6 +127,10 @@ class Sample(msgspec.Struct, frozen=True):
     kv_usage: float  # 0 to 1
     mfu: float | None = None  # model FLOPs utilisation, 0 to 1; None: the server does not tell
     mbu: float | None = None  # of its memory's bandwidth
+    # Counters of speculative decoding, and of all tokens of answers; None: the server does not tell.
+    draft_tokens: float | None = None
+    accepted_tokens: float | None = None
+    generated_tokens: float | None = None
 
 
 class GeneratorHealth(msgspec.Struct, frozen=True):

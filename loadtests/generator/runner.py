@@ -173,7 +173,13 @@ _FIELDS = {
     "waiting_tokens": ("num_waiting_tokens",),
     "kv_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
 }
-_MAYBE = {"mfu": ("model_flops_utilization",), "mbu": ("model_bandwidth_utilization",)}
+_MAYBE = {
+    "mfu": ("model_flops_utilization",),
+    "mbu": ("model_bandwidth_utilization",),
+    "draft_tokens": ("spec_decode_num_draft_tokens_total",),
+    "accepted_tokens": ("spec_decode_num_accepted_tokens_total",),
+    "generated_tokens": ("worker_generation_tokens_total", "generation_tokens_total"),
+}
 """Fields that are None where the server does not tell them."""
 _LINE = re.compile(r"^(?:twostroke|vllm):(\w+)\{([^}]*)\} (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -188,6 +194,8 @@ def samples_of(metrics: str, at_s: float) -> list[Sample]:
         if match is None or match[1] not in fields:
             continue
         labels: dict[str, str] = dict(_LABEL.findall(match[2]))
+        if "router" in labels:
+            continue  # no worker's
         worker = (labels.get("role", "decode"), labels.get("worker") or labels.get("engine", "0"))
         workers.setdefault(worker, {})[fields[match[1]]] = float(match[3])
     return [
@@ -196,8 +204,7 @@ def samples_of(metrics: str, at_s: float) -> list[Sample]:
             role,
             worker,
             **{field: values.get(field, 0.0) for field in _FIELDS},
-            mfu=values.get("mfu"),
-            mbu=values.get("mbu"),
+            **{field: values.get(field) for field in _MAYBE},
         )
         for (role, worker), values in sorted(workers.items())
     ]

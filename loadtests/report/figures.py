@@ -298,6 +298,15 @@ class ScalePoint(msgspec.Struct, frozen=True):
     tpot_attainment: float
 
 
+class DraftFigures(msgspec.Struct, frozen=True):
+    """Speculative decoding from the window's first sample on, over all workers."""
+
+    drafted_tokens: float
+    acceptance_rate: float  # accepted of the drafted tokens
+    accepted_per_token: float  # of the answers' tokens
+    tokens_per_step: float  # that a decode step of a request brings
+
+
 class Summary(msgspec.Struct, frozen=True):
     """A run's figures; rates are per second of the window, None where nothing was measured."""
 
@@ -314,6 +323,7 @@ class Summary(msgspec.Struct, frozen=True):
     goodput_per_worker: Estimate | None
     mfu: dict[str, float]  # by role: mean model FLOPs utilisation, 0 to 1; empty where the server does not tell
     mbu: dict[str, float]
+    drafts: DraftFigures | None  # None where the server does not tell, or drafts nothing
     offered_rate: float  # requests scheduled
     output_rate: Estimate  # tokens of complete answers
     input_rate: float
@@ -391,6 +401,7 @@ def summary_of(plan: Plan, facts: RunFacts, observed: Observations, samples: Seq
         num_workers=workers,
         mfu=means_by_role((one.role, one.mfu) for one in samples if begin_s <= one.at_s < end_s),
         mbu=means_by_role((one.role, one.mbu) for one in samples if begin_s <= one.at_s < end_s),
+        drafts=draft_figures(one for one in samples if begin_s <= one.at_s),
         goodput_per_worker=goodput.divided_by(sum(workers.values())) if goodput and workers else None,
         offered_rate=counts.scheduled / window_s,
         output_rate=slices.rate(
@@ -440,6 +451,23 @@ def means_by_role(known: Iterable[tuple[str, float | None]]) -> dict[str, float]
         if value is not None:
             values.setdefault(role, []).append(value)
     return {role: sum(each) / len(each) for role, each in values.items()}
+
+
+def draft_figures(samples: Iterable[Sample]) -> DraftFigures | None:
+    """Return what became of drafts between the samples of each worker; one that began anew counts from 0."""
+    sums = np.zeros(3)
+    before: dict[tuple[str, str], Floats] = {}
+    for one in samples:
+        if one.draft_tokens is None or one.accepted_tokens is None or one.generated_tokens is None:
+            continue
+        now = np.array([one.draft_tokens, one.accepted_tokens, one.generated_tokens])
+        earlier = before.get((one.role, one.worker), now)
+        sums += now if (now < earlier).any() else now - earlier
+        before[one.role, one.worker] = now
+    drafted, accepted, generated = sums.tolist()
+    if not drafted or accepted >= generated:
+        return None
+    return DraftFigures(drafted, accepted / drafted, accepted / generated, generated / (generated - accepted))
 
 
 def stages_of(observed: Observations, complete: Bools) -> list[StagePart]:

@@ -139,24 +139,34 @@ twostroke:num_waiting_tokens{role="prefill",worker="p1"} 4096.0
 twostroke:kv_cache_usage_perc{role="decode",worker="d1"} 0.25
 twostroke:model_flops_utilization{role="decode",worker="d1"} 0.02
 twostroke:model_bandwidth_utilization{role="decode",worker="d1"} 0.5
+twostroke:spec_decode_num_draft_tokens_total{role="decode",worker="d1"} 40.0
+twostroke:spec_decode_num_accepted_tokens_total{role="decode",worker="d1"} 30.0
+twostroke:worker_generation_tokens_total{role="decode",worker="d1"} 90.0
+twostroke:generation_tokens_total{model_name="m",router="router-0"} 91.0
 twostroke:router_requests_in_flight{model_name="m"} 13.0
 """
 VLLM = """\
 vllm:num_requests_running{engine="0",model_name="m"} 5.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:gpu_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 8.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 4.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 12.0
 """
 
 
 def test_each_worker_of_ours_has_a_sample() -> None:
+    decode = Sample(2.5, "decode", "d1", running=12, waiting=0, waiting_tokens=0, kv_usage=0.25, mfu=0.02, mbu=0.5)
     assert samples_of(OURS, 2.5) == [
-        Sample(2.5, "decode", "d1", running=12, waiting=0, waiting_tokens=0, kv_usage=0.25, mfu=0.02, mbu=0.5),
+        msgspec.structs.replace(decode, draft_tokens=40, accepted_tokens=30, generated_tokens=90),
         Sample(2.5, "prefill", "p1", running=1, waiting=3, waiting_tokens=4096, kv_usage=0),
     ]
 
 
 def test_an_engine_of_vllm_is_a_worker_that_decodes() -> None:
-    assert samples_of(VLLM, 1.0) == [Sample(1.0, "decode", "0", running=5, waiting=2, waiting_tokens=0, kv_usage=0.5)]
+    engine = Sample(1.0, "decode", "0", running=5, waiting=2, waiting_tokens=0, kv_usage=0.5)
+    drafts = {"draft_tokens": 8.0, "accepted_tokens": 4.0, "generated_tokens": 12.0}
+    assert samples_of(VLLM, 1.0) == [msgspec.structs.replace(engine, **drafts)]
 
 
 def test_a_server_that_tells_nothing_has_none() -> None:

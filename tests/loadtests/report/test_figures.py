@@ -284,6 +284,36 @@ def test_sums_match_and_shares_are_shares(made: list[Record]) -> None:
     assert sum(each.count for each in found.errors) == found.counts.refused + found.counts.failed
 
 
+def counted(at_s: float, worker: str, drafted: float, accepted: float, generated: float) -> Sample:
+    counters = {"draft_tokens": drafted, "accepted_tokens": accepted, "generated_tokens": generated}
+    return msgspec.structs.replace(sample(at_s, worker), **counters)
+
+
+def test_drafts_are_counted_from_the_windows_first_sample_on_over_all_workers() -> None:
+    samples = (
+        counted(0.5, "a", 0.0, 0.0, 0.0),  # of the warm-up
+        counted(3.0, "a", 100.0, 50.0, 500.0),
+        counted(3.0, "b", 0.0, 0.0, 7.0),
+        counted(4.0, "a", 140.0, 80.0, 560.0),
+        counted(4.0, "b", 20.0, 10.0, 47.0),
+        counted(5.0, "a", 20.0, 10.0, 20.0),  # it began anew
+        sample(5.0, "untold"),
+    )
+    found = summary(answer(3.0, 0.5), samples=samples).drafts
+    assert found is not None
+    assert found.drafted_tokens == 40 + 20 + 20
+    assert found.acceptance_rate == pytest.approx((30 + 10 + 10) / 80)
+    assert found.accepted_per_token == pytest.approx(50 / (60 + 40 + 20))
+    assert found.tokens_per_step == pytest.approx(120 / 70)
+
+
+def test_servers_that_draft_nothing_or_tell_nothing_have_no_figures_of_drafts() -> None:
+    silent = (sample(3.0, "a"), sample(4.0, "a"))
+    without = (counted(3.0, "a", 0.0, 0.0, 5.0), counted(4.0, "a", 0.0, 0.0, 9.0))
+    for samples in (silent, without, without[:1]):
+        assert summary(answer(3.0, 0.5), samples=samples).drafts is None
+
+
 def sample(at_s: float, worker: str) -> Sample:
     return Sample(at_s, "decode", worker, running=1.0, waiting=0.0, waiting_tokens=0.0, kv_usage=0.5)
 

@@ -1,6 +1,7 @@
 """The reports of runs and sweeps: what they say and draw, that they ask nothing of any network, and are small."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
-def page_of(records: list[Record], run_plan: Plan | None = None, **more: Any) -> str:
+def page_of(records: list[Record], run_plan: Plan | None = None, samples: Sequence[Sample] = (), **more: Any) -> str:
     """Return the page without plots."""
     run_plan, run_facts = run_plan or plan(), facts(**more)
-    return page(run_plan, run_facts, summary_of(run_plan, run_facts, read_observations(records), ()), [])
+    return page(run_plan, run_facts, summary_of(run_plan, run_facts, read_observations(records), samples), [])
+
+
+def test_a_page_tells_how_many_drafted_tokens_were_accepted_where_any_were_drafted() -> None:
+    counts = {3.0: (0.0, 0.0, 0.0), 5.0: (40.0, 30.0, 90.0)}
+    samples = [
+        Sample(at_s, "decode", "w", 1.0, 0.0, 0.0, 0.5, None, None, *counters) for at_s, counters in counts.items()
+    ]
+    told = page_of(drawn(20, 10.0), samples=samples)
+    assert "<td>Drafted tokens accepted</td><td>75.0%, which are 33.3% of the answers' tokens</td>" in told
+    assert "<td>Tokens of an answer in one step</td><td>1.5</td>" in told
+    assert "Drafted" not in page_of(drawn(20, 10.0), samples=samples[:1])
 
 
 def test_a_page_has_everything_inside_and_asks_nothing_of_any_network(whole: RunFolder) -> None:
