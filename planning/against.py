@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
 from twostroke.loadtests.report.figures import read_observations
 from twostroke.loadtests.run_folder import Record
+from twostroke.planning.costs.drafted_steps import repeated_of
 from twostroke.planning.costs.profiles import write_profile
 from twostroke.planning.exact import simulate_plan
 from twostroke.planning.layouts import Layout, Mode, mode_of
@@ -52,6 +53,7 @@ class Cell(msgspec.Struct, frozen=True):
     failed: int  # or refused
     measured: dict[str, float]
     simulated: dict[str, float]
+    repeated: float = 0.0  # share of the answers, as measured
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -193,18 +195,29 @@ def simulated(plan: Plan, layout: Layout) -> list[Record]:
 
 def compare(plan: Plan, name: str, rate: float, layout: Layout, folder: Path) -> Cell:
     """Put the plan on the server, and into the simulation. Raises LoadTestError."""
-    planned, before = at_rate(plan, rate), _accepted(plan.url)
+    planned, counters = at_rate(plan, rate), DraftCounters.of(plan.url)
     measured, answers, failed = figures_of(run_plan(planned, folder, show=False).records(), plan.warm_up_s)
-    accepted, drawn = (after - earlier for after, earlier in zip(_accepted(plan.url), before, strict=True))
-    layout = layout.with_repeated(accepted / drawn if drawn else 0.0)
+    layout = layout.with_repeated(counters.repeated_since(plan.url))
     expected, _, _ = figures_of(simulated(planned, layout), plan.warm_up_s)
-    return Cell(name, rate, answers, failed, measured, expected)
+    return Cell(name, rate, answers, failed, measured, expected, layout.decode.repeated)
 
 
-def _accepted(url: str) -> tuple[int, int]:
-    """Return how many tokens of answers came as drafts so far, and how many in all."""
-    rows = [one["stats"] for one in fetch_status(url)["workers"]]
-    return sum(one["accepted_tokens"] for one in rows), sum(one["generated_tokens"] for one in rows)
+class DraftCounters(NamedTuple):
+    """Counters of a server's workers at one moment."""
+
+    accepted: int  # tokens of answers that came as drafts
+    generated: int
+
+    @staticmethod
+    def of(url: str) -> "DraftCounters":
+        """Return those of this moment."""
+        rows = [one["stats"] for one in fetch_status(url)["workers"]]
+        return DraftCounters(sum(one["accepted_tokens"] for one in rows), sum(one["generated_tokens"] for one in rows))
+
+    def repeated_since(self, url: str) -> float:
+        """Return the share of the answers since then that repeats earlier text."""
+        now = DraftCounters.of(url)
+        return repeated_of(now.accepted - self.accepted, now.generated - self.generated)
 
 
 def against(

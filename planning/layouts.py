@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from twostroke.loadtests.capacity import SearchRange, capacity_of
+from twostroke.planning.costs.drafted_steps import step_of
 from twostroke.planning.costs.roofline import usd_per_million
 from twostroke.planning.queueing import (
     HANDOVER_S,
@@ -19,7 +20,6 @@ from twostroke.planning.queueing import (
     late_s,
     mixed,
     reading,
-    rows_s,
 )
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.router.routing.chooser import PathConfig
@@ -72,7 +72,8 @@ class Layout:
 
     def with_repeated(self, repeated: float) -> "Layout":
         """Return the layout for a workload of whose answers so much repeats earlier text."""
-        return replace(self, decode=msgspec.structs.replace(self.decode, repeated=repeated))
+        prefill = None if self.prefill is None else msgspec.structs.replace(self.prefill, repeated=repeated)
+        return replace(self, decode=msgspec.structs.replace(self.decode, repeated=repeated), prefill=prefill)
 
     @property
     def num_quantised(self) -> int:
@@ -124,7 +125,7 @@ class Layout:
         The router sends no more there, since streams with a promise would wait for steps of prompts.
         """
         idle = idle_share(prefill, self.num_prefill, workload, rate)
-        each_s = workload.mean_answer * rows_s(prefill, 1, workload.mean_context)
+        each_s = workload.mean_answer * step_of(prefill, 1, workload.mean_context).token_s
         return min(idle * rate, idle * self.num_prefill / each_s)
 
     def goodput(self, workload: Workload, promise: SLOTargets, near: float = 1.0) -> float:

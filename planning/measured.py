@@ -26,7 +26,7 @@ from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Summary
 from twostroke.loadtests.report.pages import write_report
-from twostroke.planning.against import learn
+from twostroke.planning.against import DraftCounters, learn
 from twostroke.planning.costs.profiles import among_busy, read_profile, write_profile
 from twostroke.planning.layouts import Layout, Mode, router_settings
 from twostroke.planning.trials import shares_of, simulated_capacity
@@ -147,11 +147,10 @@ def measure(
     say(f"{candidate.name}: starting {candidate.prefill} prefill and {candidate.decode} decode workers")
     with server_of(candidate, settings) as url:
         profiles = learn(url, folder / f"learning-{time.time_ns()}", seconds=learn_s, seed=0)
-        for role, profile in profiles.items():
-            write_profile(profile, _file(folder, role))
         plan = plan_of(url)
         expected = capacity_by_simulation(candidate.layout(profiles), sample, _promise(plan.slo), 1.0)
         say(f"{candidate.name}: {expected:.3g} requests a second are expected")
+        counters = DraftCounters.of(url)
         sweep = Sweep(
             plan,
             folder,
@@ -167,6 +166,11 @@ def measure(
                 sweep.find(SearchRange(expected or 1.0, factor=FACTOR, precision=PRECISION), 1)
         except SweepEnded as reason:
             sweep.end_early(str(reason))
+        # The workload's own share, which later simulations of these profiles count with.
+        repeated = counters.repeated_since(url)
+        profiles = {role: msgspec.structs.replace(one, repeated=repeated) for role, one in profiles.items()}
+        for role, profile in profiles.items():
+            write_profile(profile, _file(folder, role))
     return Measured(profiles, sweep.result)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.decode_worker.config import DecodeConfig
+from twostroke.planning.costs.drafted_steps import step_of
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
 
@@ -139,6 +140,16 @@ def _steps_s(profile: WorkerProfile, context: float) -> Floats:
     return np.array([rows_s(profile, rows, context) for rows in range(1, profile.max_batch + 1)])
 
 
+@lru_cache(maxsize=64)
+def _drafts(
+    profile: WorkerProfile, context: float, pace_s: float, *, has_prompts: bool = False
+) -> tuple[Floats, Floats]:
+    """Return the seconds that drafts add to steps of 1, 2, ... rows, and the tokens of a request in such a step."""
+    counts = range(1, profile.max_batch + 1)
+    steps = [step_of(profile, rows, context, pace_s, has_prompts=has_prompts) for rows in counts]
+    return np.array([one.drafted_s for one in steps]), np.array([one.tokens for one in steps])
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """Distribution of a decode worker's number of rows, as an arriving request sees it."""
@@ -159,17 +170,22 @@ class BatchSizes:
 
 
 def batch_of(
-    profile: WorkerProfile, workload: Workload, rate: float, longer_s: float = 0.0, share: float = 0.0
+    profile: WorkerProfile, workload: Workload, rate: float, pace_s: float = 0.0, share: float = 0.0
 ) -> BatchSizes | None:
-    """Return the batch at `rate` requests a second; for `share` of the time steps take `longer_s`, if that is more.
+    """Return the batch at `rate` requests a second; for `share` of the time steps have prompts, and take `pace_s` at
+    least.
 
-    Rows share a worker, and each gains a token per step. The chance of n rows is that of n - 1 times rate * answer *
-    step(n) / n, however long single answers are (Cohen, The multiple phase service network with generalized
-    processor sharing, 1979). It is Poisson's where steps take the same time, and geometric where all of a step is
-    the rows'. None where the batch is often `max_batch`.
+    Rows share a worker, and each gains a token per step, or more where drafts are accepted. The chance of n rows is
+    that of n - 1 times rate * answer * step(n) / tokens of step(n) / n, however long answers are (Cohen, The multiple
+    phase service network with generalized processor sharing, 1979). It is Poisson's where steps take the same time, and
+    geometric where all of a step is the rows'. None where the batch is often `max_batch`.
     """
     steps_s = _steps_s(profile, workload.mean_context)
-    ratios = share * np.maximum(longer_s, steps_s) + (1 - share) * steps_s
+    added_s, tokens = _drafts(profile, workload.mean_context, pace_s)
+    beside_s, tokens_beside = _drafts(profile, workload.mean_context, pace_s, has_prompts=True)
+    ratios = (
+        share * (np.maximum(pace_s, steps_s) + beside_s) / tokens_beside + (1 - share) * (steps_s + added_s) / tokens
+    )
     ratios *= rate * workload.mean_answer / np.arange(1, len(steps_s) + 1)
     logarithms = np.concatenate(([0.0], np.cumsum(np.log(ratios))))
     weights = np.exp(logarithms - logarithms.max())
@@ -192,8 +208,11 @@ def room_of(profile: WorkerProfile, workload: Workload, batch: BatchSizes) -> fl
     return _within(*batch.sum_of(*workload.held), profile.kv_tokens)
 
 
-def _steps_within(profile: WorkerProfile, workload: Workload, batch: BatchSizes, limits_s: Sequence[float]) -> float:
-    """The share of answers over whose time the mean step takes no longer than its limit, one a stratum.
+def _steps_within(
+    profile: WorkerProfile, workload: Workload, batch: BatchSizes, limits_s: Sequence[float], pace_s: float
+) -> float:
+    """The share of answers over whose time the mean step, or its part for a token, takes no longer than its limit, one
+    a stratum.
 
     A step reads weights, and its own row and context beside those of the others, as the answer met them (Wolff,
     Poisson arrivals see time averages, 1982).
@@ -204,10 +223,13 @@ def _steps_within(profile: WorkerProfile, workload: Workload, batch: BatchSizes,
     square += workload.context_square * costs.context_s**2
     mean, variance = batch.sum_of(of_row, square)
     reading_s = costs.reading_s(batch.mean + 1)
+    step = step_of(profile, batch.mean + 1, workload.mean_context, pace_s)
+    part = step.token_s / step.plain_s
+    mean, variance = part * mean, part * part * variance
     met = 0.0
     for (prompt, answer), limit_s in zip(workload.strata, limits_s, strict=True):
         own_s = costs.row_s + (prompt + answer / 2) * costs.context_s
-        met += 1.0 if answer == 1 else _within(mean, SEEN * variance, limit_s - reading_s - own_s)
+        met += 1.0 if answer == 1 else _within(mean, SEEN * variance, limit_s - part * (reading_s + own_s))
     return met / len(limits_s)
 
 
@@ -221,7 +243,8 @@ def decoding(
     profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float, lates: list[float]
 ) -> Met:
     """Decode workers that only write. `lates`: of each of the workload's strata, when its KV is there."""
-    batch = batch_of(profile, workload, rate / count)
+    pace_s = promise.tpot_s * PACE
+    batch = batch_of(profile, workload, rate / count, pace_s)
     if batch is None:
         return replace(NOTHING, ttft=1.0, tpot_binds=_step_binds(profile, profile.max_batch, workload.mean_context))
     step_s = rows_s(profile, batch.mean + 1, workload.mean_context)
@@ -229,8 +252,8 @@ def decoding(
         promise.tpot_s - (late_s + JOIN_STEPS * step_s) / max(1, answer - 1)
         for (_, answer), late_s in zip(workload.strata, lates, strict=True)
     ]
-    met = _steps_within(profile, workload, batch, limits)
-    is_late = _steps_within(profile, workload, batch, [promise.tpot_s] * len(limits)) - met > LATE_SHARE
+    met = _steps_within(profile, workload, batch, limits, pace_s)
+    is_late = _steps_within(profile, workload, batch, [promise.tpot_s] * len(limits), pace_s) - met > LATE_SHARE
     binds = "link" if is_late else _step_binds(profile, batch.mean, workload.mean_context)
     return Met(1.0, met, room_of(profile, workload, batch), batch.mean, tpot_binds=binds)
 
@@ -268,7 +291,7 @@ def _stretches(profile: WorkerProfile, context: float, pace_s: float, token_s: f
     beside_s = _steps_s(profile, context)
     longest_s = beside_s + np.maximum(1.0, profile.step_tokens - np.arange(1, len(beside_s) + 1)) * token_s
     steps_s = np.maximum(np.minimum(pace_s, longest_s), beside_s + LEAST_CHUNK * token_s)
-    return steps_s / (steps_s - beside_s)
+    return (steps_s + _drafts(profile, context, pace_s, has_prompts=True)[0]) / (steps_s - beside_s)
 
 
 def mixed(
@@ -302,7 +325,7 @@ def mixed(
     joined_s = (1 - idle) * beside_s / 2  # until the step that runs has ended
     return Met(
         wait.share_within(promise.ttft_s - profile.overhead_s - times - joined_s),
-        _steps_within(profile, workload, batch, [promise.tpot_s] * len(times)),
+        _steps_within(profile, workload, batch, [promise.tpot_s] * len(times), pace_s),
         room_of(profile, workload, batch),
         batch.mean,
         ttft_binds="FLOPs" if costs.prompt_s(prompt) > beside_s else "bandwidth",

@@ -15,6 +15,7 @@ from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.costs.sizes import Fit, StepBounds, check_size, fit, weight_bytes
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
+from twostroke.planning.costs.drafted_steps import most_tokens
 from twostroke.planning.costs.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
 from twostroke.planning.layouts import TRIED_MODES, Layout, Mode, Pools, Work
 from twostroke.planning.queueing import idle_share
@@ -175,8 +176,12 @@ def check_floors(
     workload: Workload,
     promise: SLOTargets,
     terms: PlanConstraints,
+    repeated: float = 0.0,
 ) -> None:
-    """Raises ConfigError, with the floor, for a promise that not even an idle worker could keep."""
+    """Raises ConfigError, with the floor, for a promise that not even an idle worker could keep.
+
+    `repeated` is the share of the answers that drafts may find.
+    """
     prompts = sorted(prompt for prompt, _ in workload.lengths)
     prompt = prompts[min(len(prompts) - 1, int(promise.ttft_share * len(prompts)))]
     machines = []
@@ -191,7 +196,11 @@ def check_floors(
                 machines.append(machine)
     for name, asked_s, floor_s in (
         ("ttft", promise.ttft_s, min(ttft_floor_s(machine, shape, prompt) for machine in machines)),
-        ("tpot", promise.tpot_s, min(tpot_floor_s(machine, shape, workload.mean_context) for machine in machines)),
+        (
+            "tpot",
+            promise.tpot_s,
+            min(tpot_floor_s(machine, shape, workload.mean_context) for machine in machines) / most_tokens(repeated),
+        ),
     ):
         if asked_s < floor_s:
             raise ConfigError(

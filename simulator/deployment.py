@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import xxhash
 from msgspec import structs
 
 from twostroke.decode_worker.config import DecodeConfig
@@ -34,10 +33,11 @@ from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7
-"""The token that simulated engines draw where an answer repeats what came before."""
+"""The token that simulated engines draw, and the first of those that they draw in pieces that repeat."""
 NEW = 1 << 20
 """The first of the tokens that they draw elsewhere, each once."""
-STRETCH = 24  # tokens that repeat what came before, or do not, in one piece
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+STRETCH = 24  # tokens that are one token again and again, a piece's own, or that are new, in one piece
 STANDARD = Promise()
 LIMIT_S = 1e6  # of virtual time
 _TICK_S = 1e-9
@@ -183,10 +183,12 @@ class TimedEngine:
 
 
 def answer_token(position: int, repeated: float) -> int:
-    """Return the token at a position of any sequence, of which the share `repeated` stands earlier."""
-    if not repeated or xxhash.xxh32_intdigest(b"", position // STRETCH) < repeated * (1 << 32):
+    """Return the token at a position of any sequence, of which the share `repeated` is in pieces that repeat."""
+    if not repeated:
         return ANSWER
-    return NEW + position
+    piece = position // STRETCH
+    # Multiples of the golden ratio are even over the whole: short answers have the share, too.
+    return ANSWER + piece if piece * GOLDEN % 1.0 < repeated else NEW + position
 
 
 class _Fleet(SimFleet[TimedEngine]):

@@ -204,7 +204,11 @@ def samples_of(metrics: str, at_s: float) -> list[Sample]:
             role,
             worker,
             **{field: values.get(field, 0.0) for field in _FIELDS},
-            **{field: values.get(field) for field in _MAYBE},
+            mfu=values.get("mfu"),
+            mbu=values.get("mbu"),
+            draft_tokens=values.get("draft_tokens"),
+            accepted_tokens=values.get("accepted_tokens"),
+            generated_tokens=values.get("generated_tokens"),
         )
         for (role, worker), values in sorted(workers.items())
     ]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from twostroke.decode_worker.config import DecodeConfig
+from twostroke.planning.costs.drafted_steps import DecodeStep, step_of
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.stats import Role
@@ -66,6 +67,8 @@ class DecodingRow:
 class CoarseWorker:
     """Continuous batching: t = base + B row + K context a step, K growing by B each; steps are real numbers here.
 
+    Where drafts are accepted, a step is a step's part for one token of each request: all have the batch's mean.
+
     `read` takes requests whose prompts are to be computed here, `join` those whose KV is here.
     """
 
@@ -95,6 +98,12 @@ class CoarseWorker:
         costs = self.profile.costs
         rows = len(self.rows)
         return costs.reading_s(rows) + rows * costs.row_s + self.context * costs.context_s
+
+    def drafted(self, *, has_prompts: bool = False) -> DecodeStep:
+        """Return a step of the running requests with drafts, perhaps beside prompts, whose time is not in it."""
+        rows = len(self.rows)
+        context = self.context / rows if rows else 0.0
+        return step_of(self.profile, rows, context, self.pace_s, has_prompts=has_prompts)
 
     @property
     def num_requests(self) -> int:
@@ -141,7 +150,10 @@ class CoarseWorker:
 
     def _end_row(self, now_s: float) -> CoarseRequest:
         end_step, _, row = heapq.heappop(self.rows)
-        self.step = end_step
+        if self.step > end_step and self.profile.repeated:  # its last step drew more tokens than it wanted
+            self.context -= self.step - end_step
+        else:
+            self.step = end_step
         request = row.request
         self._forget(request, request.prompt_tokens + request.output_tokens)
         request.last_s = now_s
@@ -184,11 +196,20 @@ class CoarseWorker:
         """When the next row ends, if nothing but rows is in the steps until then."""
         return self.now_s + self._seconds(max(0.0, self.rows[0][0] - self.step)) if self.rows else math.inf
 
+    def _first_s(self) -> tuple[float, float]:
+        """Return the seconds of the next token of each row, and by how much each further one takes longer."""
+        growth_s = self.profile.costs.context_s * len(self.rows)
+        if not self.profile.repeated:
+            return self.step_s, growth_s
+        step = self.drafted()
+        return step.token_s, growth_s * (1 + step.drafted / len(self.rows)) / step.tokens
+
     def _seconds(self, steps: float) -> float:
-        return steps * (self.step_s + self.profile.costs.context_s * len(self.rows) * steps / 2)
+        first_s, growth_s = self._first_s()
+        return steps * (first_s + growth_s * steps / 2)
 
     def _steps(self, seconds: float) -> float:
-        first_s, growth_s = self.step_s, self.profile.costs.context_s * len(self.rows)
+        first_s, growth_s = self._first_s()
         return 2 * seconds / (first_s + math.sqrt(first_s * first_s + 2 * growth_s * seconds))
 
 
@@ -242,7 +263,7 @@ class CoarsePrefillWorker(CoarseWorker):
         if self.ends_s == math.inf:
             self.advance(now_s)
             return [self._end_row(now_s)]
-        self._advance_steps(1.0 if self.rows else 0.0, now_s)
+        self._advance_steps(self.drafted(has_prompts=True).tokens if self.rows else 0.0, now_s)
         ended = []
         while self.rows and self.rows[0][0] - self.step < 1e-6:
             ended.append(self._end_row(now_s))
@@ -286,6 +307,7 @@ class CoarsePrefillWorker(CoarseWorker):
             tokens += taken
             self._step.append((request, done + taken))
         self.computed_tokens += tokens
+        seconds += self.drafted(has_prompts=True).drafted_s
         self.ends_s = now_s + seconds if self._step else math.inf
         if self.rows and self._step:  # the prompts behind wait for that, too
             self.free_s += rows_s + costs.weights_s * max(0.0, 1 - tokens / self.profile.step_tokens)
@@ -356,6 +378,7 @@ class CoarseDecodeWorker(CoarseWorker):
 
     def _pace(self) -> tuple[float, float]:
         """Steps a second, and how much of the first prompt is read in a second."""
+        # Drafts take tokens of prompts, which are few, and none of their time in a step, which becomes longer.
         costs, profile, request = self.profile.costs, self.profile, self.prompts[0].request
         if not self.rows:
             return 0.0, 1 / costs.prefill_s(request.prompt_tokens, 0, profile.step_tokens)
@@ -363,4 +386,6 @@ class CoarseDecodeWorker(CoarseWorker):
         rows_s = self.step_s
         longest_s = rows_s + (profile.step_tokens - len(self.rows)) * token_s
         step_s = max(min(self.pace_s, longest_s), rows_s + SETTINGS.min_chunk_tokens * token_s)
-        return 1 / step_s, (step_s - rows_s) / step_s / (token_s * request.prompt_tokens)
+        drafts = self.drafted(has_prompts=True)
+        whole_s = step_s + drafts.drafted_s
+        return drafts.tokens / whole_s, (step_s - rows_s) / whole_s / (token_s * request.prompt_tokens)

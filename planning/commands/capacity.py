@@ -15,7 +15,7 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.commands.plan import model_of, workload_for
+from twostroke.planning.commands.plan import add_repeated, model_of, workload_for
 from twostroke.planning.costs.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.costs.literature import check_lines
 from twostroke.planning.costs.roofline import WorkerHardware, as_mha
@@ -73,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context", type=context_tokens, default=8192, metavar="N", help="of --workload's requests"
     )
     add_workload(questions)
+    add_repeated(questions)
     output = parser.add_argument_group("output")
     output.add_argument("--formulas", action="store_true", help="simulate nothing")
     output.add_argument("--report", type=Path, metavar="FOLDER", help="write pictures there")
@@ -172,6 +173,7 @@ def _case(arguments: argparse.Namespace, shape: ModelConfig) -> CapacityCase:
         tpot_s=arguments.tpot,
         prompt=arguments.prompt,
         answer=arguments.answer,
+        repeated=arguments.repeated or 0.0,
     )
 
 

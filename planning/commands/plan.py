@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import yaml
 
 from twostroke.cluster.config.config import read_config
@@ -24,6 +25,7 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.planning.costs.drafted_steps import step_of
 from twostroke.planning.costs.profiles import among_busy, profile_of
 from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.layouts import TRIED_MODES, Mode
@@ -86,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context", type=context_tokens, metavar="TOKENS", help="longer requests are rescaled to it"
     )
     add_workload(questions)
+    add_repeated(questions)
     model_form = parser.add_argument_group("model form")
     model_form.add_argument(
         "--quantization", default="auto,int8", metavar="KIND[,KIND]", help="that may be taken (%(default)s)"
@@ -97,6 +100,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--report", type=Path, metavar="FOLDER", help="write its pictures there")
     output.add_argument("--output", type=Path, metavar="FILE", help="write the settings that serve the best layout")
     output.add_argument("--json", action="store_true", help="nothing but the last line")
+
+
+def add_repeated(parser: argparse._ArgumentGroup, more: str = "") -> None:
+    """Add the option of speculative decoding; `more` is said of its default."""
+    parser.add_argument(
+        "--repeated",
+        type=share_of,
+        metavar="SHARE",
+        help=f"share of answers that repeats earlier text, for drafts to find (default: that of --costs, or 0{more})",
+    )
+
+
+def share_of(text: str) -> float:
+    """An argument's type."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a share, 0 to 1")
+    return share
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -238,23 +262,25 @@ def _kinds(arguments: argparse.Namespace, request: PlanRequest) -> list[WorkerPr
     if arguments.costs is not None:
         return [_measured(arguments, workload, request.promise)]
     hardware, quantizations = list(request.hardware.values()), _quantizations(arguments)
-    check_floors(shape, hardware, quantizations, workload, request.promise, terms)
+    repeated = arguments.repeated or 0.0
+    check_floors(shape, hardware, quantizations, workload, request.promise, terms, repeated)
     profiles = [profile for one in hardware for profile in profiles_of(shape, one, quantizations, workload, terms)]
     if not profiles:
         raise nowhere(shape, hardware, workload, terms)
-    return profiles
+    return [msgspec.structs.replace(one, repeated=repeated) for one in profiles]
 
 
 def _measured(arguments: argparse.Namespace, workload: Workload, promise: SLOTargets) -> WorkerProfile:
     known = profile_of(arguments.costs)
+    known = msgspec.structs.replace(known, repeated=arguments.repeated or known.repeated)
     prices = _prices(arguments.price)
     if workload.longest > known.kv_tokens:
         raise ConfigError(
             f"--costs {arguments.costs}: a request of {workload.longest:,} tokens has no room in {known.kv_tokens:,}"
         )
     shortest_s = min(known.costs.prefill_s(prompt, 0, known.step_tokens) for prompt, _ in workload.lengths)
-    row_s = known.costs.reading_s(1) + known.costs.decode_s(1, int(workload.mean_context))
-    for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, row_s)):
+    token_s = step_of(known, 1, int(workload.mean_context)).token_s
+    for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, token_s)):
         if asked_s < floor_s:
             raise ConfigError(f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s of such a worker")
     return among_busy(known, usd=prices.get(known.name, 1.0))
@@ -303,12 +329,11 @@ def _print(
 
 def _draw(folder: Path, best: PlannedLayout, request: PlanRequest) -> None:
     from twostroke.planning.costs.pictures import batch_sweep, phases, roofline, write_pictures
-    from twostroke.planning.queueing import rows_s
 
     decode, workload = best.layout.decode, request.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
-    rates = [batch / rows_s(decode, batch, workload.mean_context) for batch in batches]
+    rates = [batch / step_of(decode, batch, workload.mean_context).token_s for batch in batches]
     pictures = [batch_sweep(batches, {decode.name: rates}, {"saturated": full})]
     if decode.hardware in request.hardware:
         machine, prompt = request.machine(decode), int(workload.mean_prompt)

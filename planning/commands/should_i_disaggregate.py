@@ -36,6 +36,7 @@ from twostroke.model.published.hardware import hardware_of
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import plan_for
+from twostroke.planning.commands.plan import add_repeated
 from twostroke.planning.costs.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.layouts import TRIED_MODES, Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
@@ -64,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--config", type=Path, metavar="FILE", help="of the server; its replicas don't count")
     server.add_argument("--costs", metavar="NAME|FILE", help=f"of `bench costs`, or {', '.join(PROFILES)}")
     server.add_argument("--gpu", metavar="NAME", help="of the planner's table, with a --model that it knows by name")
-    add_workload(parser.add_argument_group("workload"))
+    workload = parser.add_argument_group("workload")
+    add_workload(workload)
+    add_repeated(workload, "; with a server it is measured")
     of_run = parser.add_argument_group("the runs")
     of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`; needed")
     of_run.add_argument(
@@ -148,6 +151,8 @@ def check(arguments: argparse.Namespace) -> SentWorkload:
         raise ConfigError("--costs and --gpu both say what workers are like: give one of them")
     if is_unmeasured(arguments) and arguments.config is not None:
         raise ConfigError("--config is of a server that is started, and --costs or --gpu starts none: leave one away")
+    if not is_unmeasured(arguments) and arguments.repeated is not None:
+        raise ConfigError("--repeated: is measured where a server is started; give it with --costs or --gpu")
     if not 0 <= arguments.warm_up < arguments.seconds:
         raise ConfigError(f"--warm-up {arguments.warm_up:g}: is part of --seconds {arguments.seconds:g}; give less")
     if len(set(arguments.modes)) < 2:
@@ -227,6 +232,7 @@ def _by_profile(arguments: argparse.Namespace, found: Found) -> None:
         profile = among_busy(profile_of(arguments.costs))
     else:
         profile = gpu_profile(arguments.gpu, arguments.model, found.sample)
+    profile = msgspec.structs.replace(profile, repeated=arguments.repeated or profile.repeated)
     for mode in arguments.modes:
         candidate = candidate_of(mode, arguments, arguments.prefill + arguments.decode)
         found.layouts[mode] = candidate.layout({"prefill": profile, "decode": profile})

@@ -45,6 +45,7 @@ from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
+from twostroke.planning.commands.plan import add_repeated
 from twostroke.planning.costs.profiles import PROFILES, profile_of
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
 from twostroke.planning.layouts import Layout, mode_of, router_settings
@@ -70,12 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-tokens", type=positive_count, metavar="N", help="of each worker's cache, whatever --costs says"
     )
     fleet.add_argument(
-        "--repeated",
-        type=share_of,
-        metavar="SHARE",
-        help="share of answers that repeats earlier text, for drafts to find (default: 0; --against measures it)",
-    )
-    fleet.add_argument(
         "--against", metavar="URL", help="put the same on this running server, and say how far its simulation is off"
     )
     fleet.add_argument(
@@ -89,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrivals.add_argument(
         "--day", metavar="FILE[:NAME]", help="a day's rates (t_s, rate_rps), scaled to a mean of --rate"
     )
-    add_workload(parser.add_argument_group("workload"))
+    workload = parser.add_argument_group("workload")
+    add_workload(workload)
+    add_repeated(workload, "; --against measures it")
     of_run = parser.add_argument_group("the run")
     of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
     of_run.add_argument("--seconds", type=above_zero, metavar="S", help="of arrivals (default: 300, or as --requests)")
@@ -120,17 +117,6 @@ def fleet_of(text: str) -> dict[str, int]:
     return counts
 
 
-def share_of(text: str) -> float:
-    """An argument's type."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: give a share, 0 to 1")
-    return share
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0. Raises ConfigError for what can't be simulated."""
     began = time.perf_counter()
@@ -153,13 +139,14 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.kv_tokens < BLOCK_TOKENS:
             raise ConfigError(f"--kv-tokens {arguments.kv_tokens}: less than a block of {BLOCK_TOKENS} tokens")
         profile = msgspec.structs.replace(profile, kv_tokens=arguments.kv_tokens)
-    if arguments.repeated is not None:
-        profile = msgspec.structs.replace(profile, repeated=arguments.repeated)
+    profile = msgspec.structs.replace(profile, repeated=arguments.repeated or profile.repeated)
     plan = _plan(arguments)
     prefill, decode = _counts(arguments, config)
     layout = Layout(mode_of(prefill, config.router), profile, decode, profile if prefill else None, prefill)
     is_exact = _is_exact(arguments, config, plan, prefill + decode)
     if arguments.baselines:
+        if profile.repeated:
+            raise ConfigError("--repeated: the ways of --baselines draft no tokens; leave one of both away")
         return compare_baselines(
             list(_lengths(plan, arguments.requests)),
             profile,
@@ -182,8 +169,6 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         observed = read_observations(records)
     else:
-        if arguments.repeated:
-            raise ConfigError("--repeated: only runs with --events exact draft tokens")
         if arguments.faults is not None:
             raise ConfigError("--faults: only runs with --events exact have workers that crash")
         coarse, scaling = _coarse(plan, layout, slo, config.autoscaling, arguments, say, moves=config.router.moves)

@@ -22,6 +22,7 @@ from twostroke.model.costs.operations import decode_operations, prefill_operatio
 from twostroke.model.costs.sizes import Fit, num_active_parameters, num_parameters, weight_bytes
 from twostroke.model.published.hardware import GIB, Hardware
 from twostroke.planning.baselines import WAYS, BaselineResult, Tokens, Way, serve_way
+from twostroke.planning.costs.drafted_steps import DecodeStep, decode_step
 from twostroke.planning.costs.roofline import (
     Interference,
     WorkerHardware,
@@ -100,6 +101,20 @@ class CapacityCase:
     tpot_s: float  # promised
     prompt: int
     answer: int
+    repeated: float = 0.0  # share of the answers, for drafts to find
+
+    def decode_step(self, batch: int, context: float) -> DecodeStep:
+        """A step of `batch` sequences with `context` tokens each."""
+        return decode_step(
+            lambda rows: self.machine.decode_s(self.shape, round(rows), context),
+            batch,
+            self.repeated,
+            most_rows=min(self.terms.step_tokens, self.terms.max_batch),
+        )
+
+    def largest_in_time(self, context: float) -> int:
+        """The most sequences that keep the TPOT promise, memory aside."""
+        return largest_batch(lambda batch: self.decode_step(batch, context).token_s, self.tpot_s)
 
     @property
     def hardware(self) -> Hardware:
@@ -138,8 +153,7 @@ class CapacityCase:
     @cached_property
     def best_batch(self) -> int:
         """The largest that has room and keeps the TPOT promise."""
-        in_time = largest_batch(self.machine, self.shape, self.context, self.tpot_s)
-        return min(self.fitting, in_time, self.terms.max_batch)
+        return min(self.fitting, self.largest_in_time(self.context), self.terms.max_batch)
 
 
 def sizes(shape: ModelConfig, kv_itemsize: float, contexts: Sequence[int]) -> dict[str, Any]:
@@ -222,7 +236,7 @@ def _requests(case: CapacityCase, context: int) -> dict[str, Any]:
     """Count the requests that a worker holds at once, by textbook limits and by what an engine leaves for KV."""
     limits = batch_limits(case.machine.at_peak(), case.shape, case.weights, context, case.tpot_s)
     fitting = case.room.requests_of(case.shape, context, case.terms.bounds)
-    in_time = largest_batch(case.machine, case.shape, context, case.tpot_s)
+    in_time = case.largest_in_time(context)
     return {
         "context": context,
         "by_memory": int(limits.memory),
@@ -244,7 +258,7 @@ def _floors(case: CapacityCase, context: int) -> dict[str, Any]:
         "ttft_floor_s": ttft_floor_s(machine, shape, context) if case.knows_compute else None,
         "ttft_expected_s": machine.prefill_s(shape, context) if case.knows_compute else None,
         "tpot_floor_s": (floor_s := tpot_floor_s(machine, shape, context)),
-        "tpot_expected_s": machine.decode_s(shape, 1, context),
+        "tpot_expected_s": case.decode_step(1, context).token_s,
         "most_tokens_per_s": 1 / floor_s,
     }
 
@@ -267,10 +281,10 @@ def intensities(case: CapacityCase) -> Rows:
 
 def sweep(case: CapacityCase) -> dict[str, Any]:
     """Decode steps of batches from 1 to 512, and the batch from which on more rows hardly pay."""
-    step_s = [case.machine.decode_s(case.shape, batch, case.context) for batch in SWEEP]
+    token_s = [case.decode_step(batch, case.context).token_s for batch in SWEEP]
     rows = [
         {"batch": batch, "tokens_per_s": batch / seconds, "tpot_s": seconds, "has_room": batch <= case.fitting}
-        for batch, seconds in zip(SWEEP, step_s, strict=True)
+        for batch, seconds in zip(SWEEP, token_s, strict=True)
     ]
     return {"sweep": rows, "knee": knee(SWEEP, [row["tokens_per_s"] for row in rows])}
 
@@ -280,7 +294,7 @@ def costs(case: CapacityCase) -> Rows:
     prefill_s = case.machine.prefill_s(case.shape, case.prompt)
     rows = []
     for batch in sorted({*COST_BATCHES, case.best_batch} - {0}):
-        answer_s = case.answer * case.machine.decode_s(case.shape, batch, case.context)
+        answer_s = case.answer * case.decode_step(batch, case.context).token_s
         usd = request_usd(case.usd_per_hour, prefill_s, answer_s, batch)
         rows.append(
             {
@@ -297,7 +311,7 @@ def costs(case: CapacityCase) -> Rows:
 
 def interference(case: CapacityCase, batch: int) -> Interference:
     """Return the terms of the inequality for a worker of so many rows."""
-    step_s = case.machine.decode_s(case.shape, batch, case.context)
+    step_s = case.decode_step(batch, case.context).token_s
     kv = kv_bytes(case.shape, case.prompt, case.machine.held.kv_itemsize)
     return Interference(case.machine.prefill_s(case.shape, case.prompt), case.answer, step_s, batch, kv)
 

@@ -5,7 +5,7 @@ run one after the other. Ranks of a tensor-parallel worker share the products an
 Megatron-LM, 2019) in a ring, which moves 2 (n - 1) / n of the bytes over each link (Thakur et al. 2005).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -119,15 +119,15 @@ def tpot_floor_s(machine: WorkerHardware, shape: ModelShape, context: float) -> 
     return machine.at_peak().decode_s(shape, 1, context)
 
 
-def largest_batch(machine: WorkerHardware, shape: ModelShape, context: float, tpot_s: float) -> int:
-    """The most sequences of `context` tokens whose step takes at most `tpot_s`, memory aside; 0: not even one's does.
+def largest_batch(token_s: Callable[[int], float], tpot_s: float) -> int:
+    """The most sequences with at most `tpot_s` for each token, memory aside; 0: not even one has.
 
-    Step times rise with the batch, so halving finds it.
+    `token_s` tells a token's time by the batch. It rises with the batch, so halving finds it.
     """
     low, high = 0, MOST_BATCH
     while low < high:
         middle = (low + high + 1) // 2
-        if machine.decode_s(shape, middle, context) <= tpot_s:
+        if token_s(middle) <= tpot_s:
             low = middle
         else:
             high = middle - 1

@@ -14,7 +14,7 @@ from twostroke.planning.costs.profiles import SMALL
 from twostroke.router.routing.chooser import Roles
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import TracedRequest, serve
-from twostroke.worker.profile import CALL_S
+from twostroke.worker.profile import CALL_S, WorkerProfile
 
 WARM = 50  # requests: until then a live router does not know what steps cost, and chooses by load
 COUNT = 250
@@ -45,9 +45,10 @@ def coarse(
     slo: SLOConfig | None = None,
     candidates: int = 4,
     roles: Roles = "flexible",
+    profile: WorkerProfile = SMALL,
 ) -> list[CoarseRequest]:
     router = LiveRouter(slo or SLOConfig(), candidates=candidates, roles=roles)
-    fleet = CoarseFleet(SMALL, 0.0, math.inf, math.inf, router=router)
+    fleet = CoarseFleet(profile, 0.0, math.inf, math.inf, router=router)
     requests = [CoarseRequest(*one) for one in trace]
     run(fleet, requests, lambda _: (prefill, decode), (prefill, decode), requests[-1].at_s)
     return requests

@@ -69,9 +69,11 @@ def test_schedulers_and_rooflines_agree_on_prompts_and_batches(name: str) -> Non
 
 def test_the_largest_batch_is_the_last_that_keeps_the_time() -> None:
     shape, machine = published_model("Llama-3.1-8B"), WorkerHardware(H100)
-    batch = largest_batch(machine, shape, 2000, 0.03)
+    batch = largest_batch(lambda batch: machine.decode_s(shape, batch, 2000), 0.03)
     assert machine.decode_s(shape, batch, 2000) <= 0.03 < machine.decode_s(shape, batch + 1, 2000)
-    assert largest_batch(machine, shape, 2000, tpot_floor_s(machine, shape, 2000) / 2) == 0
+    assert (
+        largest_batch(lambda batch: machine.decode_s(shape, batch, 2000), tpot_floor_s(machine, shape, 2000) / 2) == 0
+    )
 
 
 def test_fp8_checkpoints_multiply_in_fp8_and_int8_weights_do_not() -> None:
