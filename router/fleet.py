@@ -61,7 +61,13 @@ class PathEstimate(msgspec.Struct, frozen=True):
     prefill_s: float  # computing what is cached nowhere
     transfer_s: float  # of KV, as far as prefill doesn't hide it
     decode_slot_s: float  # until the decode worker's next step has room for it
-    step_s: float  # of the decode worker with the request in it: its time between tokens
+    step_s: float  # of the decode worker with the request in it, drafts aside
+    speedup: float = 1.0  # by drafts: a token takes so much less than a step
+
+    @property
+    def token_s(self) -> float:
+        """Predicted time between tokens."""
+        return self.step_s / self.speedup
 
     @property
     def ttft_s(self) -> float:

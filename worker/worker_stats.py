@@ -1,5 +1,6 @@
 """The numbers that a worker reports: its counters, utilisation, queue by class and tightest promise."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
 from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
+from twostroke.worker.scheduling.policy import PromisedBatch
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.speculation.speculator import Speculator
@@ -83,7 +85,9 @@ class Utilization:
 def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str, Any]:
     """Return the fields of WorkerStats that describe the requests that are here."""
     queued = queued_work(scheduler.waiting_work())
-    contexts = [(job.request.promise, len(job.sequence.token_ids)) for job in scheduler.decoding]
+    decoding = PromisedBatch()
+    for job in scheduler.decoding:
+        decoding.add(job)
     return {
         "num_waiting": scheduler.num_waiting,
         "num_running": scheduler.num_running,
@@ -93,8 +97,9 @@ def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str,
         "prefix_hits": scheduler.prefix_hits,
         "preemptions": scheduler.preemptor.num_preemptions,
         "queued": queued,
-        "context_tokens": sum(num_tokens for _, num_tokens in contexts),
-        "tightest_tpot_s": tightest_tpot_s(contexts, costs),
+        "context_tokens": decoding.num_context_tokens,
+        "tightest_tpot_s": tightest_tpot_s(decoding, costs),
+        "draft_speedup": 1.0 if costs is None else decoding.speedup(costs, *scheduler.usual_steps),
         **_speculation_fields(scheduler.speculator),
     }
 
@@ -136,17 +141,15 @@ def transfer_fields(sides: Sequence[TransferStats]) -> dict[str, Any]:
     }
 
 
-def tightest_tpot_s(decoding: Sequence[tuple[Promise, int]], costs: StepCosts | None) -> float | None:
-    """Return the tightest TPOT promise among running requests, given with their context tokens.
+def tightest_tpot_s(decoding: PromisedBatch, costs: StepCosts | None) -> float | None:
+    """Return the longest step, drafts aside, that keeps the TPOT promises of running requests; None without promises.
 
     It is bounded below by what one request alone takes, so that one promise that can't be kept does not block
     admission.
     """
-    promised_s = [promise.tpot_s for promise, _ in decoding if promise.tpot_s is not None]
-    if not promised_s or costs is None:
-        return min(promised_s, default=None)
-    context_tokens = sum(num_tokens for _, num_tokens in decoding) // len(decoding)
-    return max(min(promised_s), LEAST_STRETCH * (costs.reading_s(1) + costs.decode_s(1, context_tokens)))
+    if decoding.tightest_s == math.inf or costs is None:
+        return None if decoding.tightest_s == math.inf else decoding.tightest_s
+    return max(decoding.longest_s(costs), LEAST_STRETCH * decoding.lone_s(costs))
 
 
 def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:

@@ -249,6 +249,10 @@ class LiveRouter:
         worker.advance(self._now_s)
         cached_tokens = worker.held_tokens + worker.coming_tokens + worker.waiting_tokens
         streams = len(worker.waiting) + worker.coming
+        speedup = 1.0
+        if worker.profile.repeated and worker.rows:
+            step = worker.drafted()
+            speedup = step.plain_s / step.token_s
         num_waiting = streams + (worker.num_prompts if known.info.role == "decode" else 0)
         stats = WorkerStats(
             num_running=len(worker.rows),
@@ -258,7 +262,8 @@ class LiveRouter:
             total_blocks=known.info.num_blocks,
             queued=queued,
             context_tokens=int(worker.context) + worker.coming_tokens + worker.waiting_tokens,
-            tightest_tpot_s=self._promise.tpot_s if worker.rows else None,
+            tightest_tpot_s=self._promise.tpot_s * speedup if worker.rows and self._promise.tpot_s else None,
+            draft_speedup=speedup,
         )
         self._stats[known.info.peer] = stats
         known.update(

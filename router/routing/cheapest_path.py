@@ -251,8 +251,8 @@ def decode_cost(worker: KnownWorker, query: PathQuery) -> DecodeCost:
     """
     step_s = worker.next_step_s + query.num_tokens * worker.context_s
     limit_s = worker.tightest_tpot_s
-    if query.promise.tpot_s is not None and query.promise.tpot_s < limit_s:
-        limit_s = query.promise.tpot_s
+    if query.promise.tpot_s is not None and query.promise.tpot_s * worker.speedup < limit_s:
+        limit_s = query.promise.tpot_s * worker.speedup
     too_many = max(
         worker.requests_over,
         (query.num_tokens - worker.free_tokens) * worker.requests_per_token,
@@ -261,7 +261,7 @@ def decode_cost(worker: KnownWorker, query: PathQuery) -> DecodeCost:
     slot_s = 0.0
     if too_many > 0:
         slot_s = min(too_many, worker.requests) * worker.end_s * query.answer_tokens
-    return DecodeCost(worker, slot_s + query.answer_tokens * step_s, slot_s, step_s)
+    return DecodeCost(worker, slot_s + query.answer_tokens * step_s / worker.speedup, slot_s, step_s)
 
 
 def transfer_s(worker: KnownWorker, query: PathQuery, *, hidden_s: float, last_tokens: float) -> float:
@@ -320,6 +320,7 @@ def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
         transfer_s=choice.transfer_s,
         decode_slot_s=decode.slot_s,
         step_s=decode.step_s,
+        speedup=decode.worker.speedup,
     )
     return Path(
         prefill=None if prefill.worker is decode.worker else prefill.worker.info,

@@ -57,6 +57,7 @@ class KnownWorker:
     layer_transfer_s: float = 0.0  # of a token's in one layer
     # What decoding takes.
     tightest_tpot_s: float = _NO_LIMIT_S
+    speedup: float = 1.0  # by drafts: a token takes so much less than a step
     next_step_s: float = 0.0  # of a step with one more request, its context aside
     requests_over: float = 0.0  # that must end before the batch has room for one more
     requests_per_token: float = 0.0  # of KV: one over what each of them holds
@@ -99,6 +100,7 @@ class KnownWorker:
             return
 
         self.token_s, self.pair_s, self.context_s = costs.token_s, costs.pair_s, costs.context_s
+        self.speedup = stats.draft_speedup
         self.tightest_tpot_s = _NO_LIMIT_S if stats.tightest_tpot_s is None else stats.tightest_tpot_s
         rows_s = decoding * costs.row_s + context_tokens * costs.context_s
         self.step_s = step_s = costs.weights_s + rows_s
@@ -119,7 +121,7 @@ class KnownWorker:
         self.requests_over = self.requests + 1 - info.max_batch
         self.requests_per_token = 1 / request_tokens
         self.requests_per_s = 1 / max(one_s + costs.context_s * request_tokens, 1e-9)
-        self.end_s = (costs.reading_s(decoding) + rows_s) / max(decoding, 1.0)
+        self.end_s = (costs.reading_s(decoding) + rows_s) / self.speedup / max(decoding, 1.0)
 
     def queue_s(self, promise: Promise, classes: "Classes") -> float:
         """Return how long a new prompt with this promise waits for those that go first.

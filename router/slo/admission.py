@@ -207,13 +207,13 @@ class Admission:
         if stats is not None and stats.tightest_tpot_s is not None:
             limits.append((estimate.step_s, stats.tightest_tpot_s))
         for higher_s, correction in self._tpots_of_higher(request.promise):
-            limits.append((correction.corrected(estimate.step_s, higher_s, self._clock()), part * higher_s))
+            limits.append((correction.corrected(estimate.token_s, higher_s, self._clock()), part * higher_s))
         for predicted_s, limit_s in limits:
             if predicted_s > limit_s:
                 # Of so many requests that run, each ends within its output's steps: the time until enough have.
                 running = max(1, stats.num_running) if stats is not None else 1
                 too_many = max(1.0, running * (1 - limit_s / predicted_s))
-                clears_in_s = too_many * num_outputs * estimate.step_s / running
+                clears_in_s = too_many * num_outputs * estimate.token_s / running
                 return _Fault("tpot", "tokens would come more slowly than is promised to requests", clears_in_s)
         return None
 
@@ -311,8 +311,8 @@ class Admission:
 
 
 def _tpot_s(estimate: PathEstimate, num_outputs: float) -> float:
-    """The mean time between tokens: steps, and the way to the second token, which the first doesn't wait for."""
-    return estimate.step_s + (estimate.transfer_s + estimate.decode_slot_s) / max(1.0, num_outputs - 1)
+    """The mean time between tokens: of steps, and the way to the second token, which the first doesn't wait for."""
+    return estimate.token_s + (estimate.transfer_s + estimate.decode_slot_s) / max(1.0, num_outputs - 1)
 
 
 def _hopeless(estimate: PathEstimate, ttft_s: float) -> str:

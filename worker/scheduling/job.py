@@ -1,5 +1,6 @@
 """One request on a worker as the scheduler sees it: its phase, its transfers, its parts of steps. Pure."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -20,6 +21,12 @@ class Phase(Enum):
     RUNNING = auto()  # in every step that has a place for it, with a chunk of its prompt or its last token
     ENDED = auto()  # finished, failed or aborted
 
+
+NEWEST_STEP = 0.1
+"""Weight of the newest decode step in what a request's steps have drawn of late."""
+
+NEWEST_ANSWER = 0.2
+"""The same of the newest answer in what newcomers are expected to draw."""
 
 Turn = tuple[float, ...]
 """A position in the queue: the smallest goes first (worker/scheduling/queue_order.py)."""
@@ -62,10 +69,29 @@ class WorkerJob:
     num_cached_tokens: int = 0  # found in the prefix cache on first admission, or pulled then
     num_preemptions: int = 0
     predictor: "RequestPredictor | None" = None  # of its next tokens, once drafts were wanted
+    tokens_per_step: float = 1.0  # that its decode steps have drawn of late: more than 1 where drafts were right
+    drafts_per_step: float = 0.0  # rows of drafts in these steps
 
     @property
     def request(self) -> GenerateRequest:
         return self.sequence.request
+
+    @property
+    def promised_s(self) -> float:
+        """Promised time per token; infinite where none is, or where the answer is written elsewhere."""
+        promised_s = None if self.is_prefill_only else self.request.promise.tpot_s
+        return math.inf if promised_s is None else promised_s
+
+    def drew(self, num_tokens: int, num_drafted: int) -> None:
+        """Account for a decode step's tokens and rows of drafts."""
+        self.tokens_per_step += NEWEST_STEP * (num_tokens - self.tokens_per_step)
+        self.drafts_per_step += NEWEST_STEP * (num_drafted - self.drafts_per_step)
+
+    def usual_steps(self, before: tuple[float, float]) -> tuple[float, float]:
+        """Return the tokens and rows of drafts that a newcomer's steps may have, with this request counted in."""
+        tokens, drafts = before
+        tokens += NEWEST_ANSWER * (self.tokens_per_step - tokens)
+        return tokens, drafts + NEWEST_ANSWER * (self.drafts_per_step - drafts)
 
     @property
     def has_ended(self) -> bool:

@@ -9,6 +9,9 @@ room, in the order of their arrival. Only a request of a higher class takes plac
 first: their KV stays where it is, and they go on when there is room again. A class without places still gets its share
 of the tokens. Prompts that end here with their first token (`is_prefill_only`) take no places.
 
+A promise is one of a mean time per token. Where drafts are accepted, a step draws several tokens of a request; it may
+be longer by as much, less the time of the drafts' rows. Newcomers are taken to be like those that have ended.
+
 **Prompts beside decodes.** Where decoding requests were promised a time per token, prompts get what that leaves.
 Without promises a step with prompts may take what `longest_chunk` prompt tokens take on this worker, within
 LEAST_STALL_S and `most_stall_s`. On a decode worker that is a pause that people hardly notice between two words. A step
@@ -19,7 +22,7 @@ replace this rule.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from twostroke.protocol.requests import Promise
@@ -58,21 +61,19 @@ class StepBudget:
 
     def for_prompts(self, decodes: Iterable[WorkerJob]) -> PromptBudget:
         """Return the prompt budget of a step in which these requests decode."""
-        contexts, tightest_s = [], math.inf
+        batch = PromisedBatch()
         for job in decodes:
-            contexts.append(len(job.sequence.token_ids))
-            tightest_s = min(tightest_s, _tpot_s(job))
-        tokens = max(0, self.config.max_step_tokens - len(contexts))
-        if not contexts:
+            batch.add(job)
+        tokens = max(0, self.config.max_step_tokens - batch.num_rows)
+        if not batch.num_rows:
             return PromptBudget(tokens)
         costs = self.costs()
         if costs is None:
             return PromptBudget(min(tokens, CAUTIOUS_CHUNK))
-        rows_s = costs.decode_s(len(contexts), sum(contexts))
-        alone_s, beside_s = costs.reading_s(len(contexts)) + rows_s, costs.weights_s + rows_s
-        step_s = (
-            self.stall_s(costs, alone_s, beside_s) if tightest_s == math.inf else tightest_s * self.config.tpot_safety
-        )
+        beside_s = costs.weights_s + costs.decode_s(batch.num_rows, batch.num_context_tokens)
+        step_s = batch.longest_s(costs, self.config.tpot_safety)
+        if step_s == math.inf:
+            step_s = self.stall_s(costs, batch.plain_s(costs), beside_s)
         return PromptBudget(tokens, least=self.config.min_chunk_tokens, seconds=step_s - beside_s, costs=costs)
 
     def stall_s(self, costs: StepCosts, alone_s: float, beside_s: float) -> float:
@@ -92,32 +93,76 @@ class StepBudget:
         return min(max(costs.weights_s + costs.prompt_s(self.longest_chunk), LEAST_STALL_S), self.most_stall_s)
 
 
+@dataclass(slots=True)
+class PromisedBatch:
+    """Requests that decode together: their rows, and what their promises allow a step."""
+
+    num_rows: int = 0
+    num_context_tokens: int = 0
+    tightest_s: float = math.inf  # promised time per token
+    step_s: float = math.inf  # the same times the tokens that the request's steps have drawn of late
+    num_drafted: float = 0.0  # rows of drafts, likewise
+    num_drafted_context: float = 0.0  # tokens in the contexts of these rows
+
+    def add(self, job: WorkerJob) -> None:
+        """Count a request."""
+        num_tokens = len(job.sequence.token_ids)
+        self.num_rows += 1
+        self.num_context_tokens += num_tokens
+        self.tightest_s = min(self.tightest_s, job.promised_s)
+        self.step_s = min(self.step_s, job.promised_s * job.tokens_per_step)
+        self.num_drafted += job.drafts_per_step
+        self.num_drafted_context += job.drafts_per_step * num_tokens
+
+    def plain_s(self, costs: StepCosts) -> float:
+        """Return the seconds of a step without drafts."""
+        return costs.reading_s(self.num_rows) + costs.decode_s(self.num_rows, self.num_context_tokens)
+
+    def lone_s(self, costs: StepCosts) -> float:
+        """Return the seconds of a usual request's step alone."""
+        return costs.reading_s(1) + costs.decode_s(1, self.num_context_tokens // self.num_rows)
+
+    def drafted_s(self, costs: StepCosts) -> float:
+        """Return the seconds that as many drafts as of late add to a step."""
+        reading_s = costs.reading_s(self.num_rows + self.num_drafted) - costs.reading_s(self.num_rows)
+        return reading_s + self.num_drafted * costs.row_s + self.num_drafted_context * costs.context_s
+
+    def longest_s(self, costs: StepCosts, safety: float = 1.0) -> float:
+        """Return the longest step, drafts aside, that keeps all promises: without drafts, or with as many as of late.
+
+        `safety` is the share of promises that a step may take.
+        """
+        return max(self.tightest_s * safety, self.step_s * safety - self.drafted_s(costs))
+
+    def speedup(self, costs: StepCosts, tokens_per_step: float, drafts_per_step: float) -> float:
+        """Return by what factor drafts shorten the time per token of a newcomer with such steps; at least 1."""
+        num_rows = max(1, self.num_rows)
+        context_tokens = self.num_context_tokens / num_rows
+        plain_s = costs.reading_s(num_rows) + num_rows * (costs.row_s + context_tokens * costs.context_s)
+        num_all = num_rows * (1 + drafts_per_step)
+        drafted_s = costs.reading_s(num_all) + num_all * (costs.row_s + context_tokens * costs.context_s)
+        return max(1.0, tokens_per_step * plain_s / drafted_s)
+
+
 class Places:
     """The requests with a place in the batch so far, and a check that one more keeps all promises per token."""
 
     def __init__(self, costs: StepCosts | None, safety: float):
         self._costs = costs
         self._safety = safety
-        self._num_rows = 0
-        self._num_context_tokens = 0
-        self._tightest_s = math.inf
+        self._batch = PromisedBatch()
 
     def allow(self, job: WorkerJob) -> bool:
         """Return True where the step would be short enough with the job in it; one alone is always allowed."""
-        tightest_s = min(self._tightest_s, _tpot_s(job))
-        if self._costs is None or self._num_rows == 0 or tightest_s == math.inf:
+        batch, costs = replace(self._batch), self._costs
+        batch.add(job)
+        if costs is None or batch.num_rows == 1 or batch.tightest_s == math.inf:
             return True
-        num_rows = self._num_rows + 1
-        num_context_tokens = self._num_context_tokens + len(job.sequence.token_ids)
-        step_s = self._costs.reading_s(num_rows) + self._costs.decode_s(num_rows, num_context_tokens)
-        lone_s = self._costs.reading_s(1) + self._costs.decode_s(1, num_context_tokens // num_rows)
-        return step_s <= max(tightest_s * self._safety, LEAST_STRETCH * lone_s)
+        return batch.plain_s(costs) <= max(batch.longest_s(costs, self._safety), LEAST_STRETCH * batch.lone_s(costs))
 
     def take(self, job: WorkerJob) -> None:
         """Give the job a place."""
-        self._num_rows += 1
-        self._num_context_tokens += len(job.sequence.token_ids)
-        self._tightest_s = min(self._tightest_s, _tpot_s(job))
+        self._batch.add(job)
 
 
 class StepPolicy:
@@ -254,12 +299,7 @@ def _batch_order(job: WorkerJob) -> tuple[int, bool, int]:
 
 
 def _is_promised(jobs: Iterable[WorkerJob]) -> bool:
-    return any(_tpot_s(job) < math.inf for job in jobs)
-
-
-def _tpot_s(job: WorkerJob) -> float:
-    promised_s = None if job.is_prefill_only else job.request.promise.tpot_s
-    return math.inf if promised_s is None else promised_s
+    return any(job.promised_s < math.inf for job in jobs)
 
 
 def _kind(job: WorkerJob) -> tuple[str, int]:

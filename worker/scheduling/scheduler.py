@@ -74,6 +74,7 @@ class Scheduler:
         self._declined: list[WorkerJob] = []  # not returned yet
         self._swapped_in: list[Swap] = []  # in the step that is being decided
         self._num_arrived = 0
+        self.usual_steps = (1.0, 0.0)  # tokens and rows of drafts of a request's step, by answers that have ended
 
     @property
     def num_waiting(self) -> int:
@@ -137,6 +138,7 @@ class Scheduler:
         job = WorkerJob(sequence, now, awaits_offer, wants_transfer=wants_transfer, is_prefill_only=is_prefill_only)
         job.num_uncached = len(sequence.token_ids) - pool.lookup(sequence.matchable_hashes) * pool.block_size
         job.arrival = self._num_arrived
+        job.tokens_per_step, job.drafts_per_step = self.usual_steps
         self._num_arrived += 1
         self._wait(job)
         priority = request.promise.priority
@@ -152,6 +154,7 @@ class Scheduler:
             return
         if job.has_begun and job.request.scoring is None:
             self.policy.answer_ended(job)
+            self.usual_steps = job.usual_steps(self.usual_steps)
             if self.speculator is not None and not job.is_prefill_only:
                 self.speculator.ended(job)
         self._leave(job)
@@ -506,6 +509,7 @@ class Scheduler:
             is_last = place == len(entry.drafts) or job.has_ended
             if is_last or entry.drafts[place].token_ids[0] != token.token_id:
                 break
+        job.drew(len(accepted), len(entry.drafts))
         if entry.drafts and self.speculator is not None:
             self.speculator.verified(len(entry.drafts), len(accepted) - 1)
         return NewTokens(job, index, tuple(accepted), reason)

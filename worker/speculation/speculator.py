@@ -6,8 +6,8 @@ greedy or sampled; drafts only decide how many steps they take.
 
 **Rows.** A row costs time, which the worker's step costs tell, corrected by what rows of drafts took (row_costs.py).
 Of all requests' drafts the likeliest tokens come first, as many as bring the most tokens per second. Where a request
-has a TPOT promise, the step may not exceed it for drafts. So a busy worker drafts little, and text that repeats
-nothing pays next to nothing.
+has a TPOT promise, a step may not exceed it for drafts, times the tokens that the request's steps draw. So a busy
+worker drafts little, and text that repeats nothing pays next to nothing.
 
 **Waiting.** A step with drafts can't be scheduled ahead, since its tokens must be known. `is_worth_waiting` says
 whether drafts are expected to bring more than scheduling ahead saves.
@@ -262,8 +262,8 @@ class Speculator:
         The likeliest rows come first, as many as bring the most tokens per second.
         """
         plain_s, num_decodes = _step_s(costs, decodes), len(decodes)
-        promised_s = [job.request.promise.tpot_s for job in decodes if job.request.promise.tpot_s is not None]
-        most_s = max(plain_s, min(promised_s, default=math.inf) * self._safety)
+        promised_s = min((job.promised_s * job.tokens_per_step for job in decodes), default=math.inf) * self._safety
+        most_s = promised_s if plain_s <= promised_s else math.inf  # then drafts alone may keep it
         rows = sorted(
             ((chance, draft) for draft in drafts for chance in draft.chances), key=lambda row: row[0], reverse=True
         )[:room]

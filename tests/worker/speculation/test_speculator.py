@@ -93,11 +93,45 @@ def test_requests_whose_predictions_fail_are_drafted_less() -> None:
     assert own.chance(rates.rate("own", 24)) > 0.85
 
 
-def test_a_promise_bounds_the_rows_of_drafts() -> None:
-    step_s = CHEAP.base_s + CHEAP.row_s
+def test_a_promise_bounds_the_rows_of_drafts_by_the_tokens_that_steps_draw() -> None:
+    plain_s = CHEAP.base_s + CHEAP.row_s
+    promised_s = plain_s + 2.5 * CHEAP.row_s
     rig = a_rig()
-    rig.add(5, 60, promise=Promise("chat", 0, 0.0, None, step_s + 2.5 * CHEAP.row_s))
-    assert max(drafts_of(rig, 12)) == 2
+    job = rig.add(5, 60, promise=Promise("chat", 0, 0.0, None, promised_s))
+    drafted = drafts_of(rig, 12)
+    first = next(count for count in drafted if count)
+    assert first == 2, "steps have drawn one token each so far"
+    assert max(drafted) > 2
+    seconds = sum(plain_s + count * CHEAP.row_s for count in drafted)
+    assert seconds / job.sequence.num_output_tokens < promised_s
+
+
+def test_a_promise_that_no_plain_step_keeps_is_kept_by_drafts() -> None:
+    plain_s = CHEAP.base_s + CHEAP.row_s
+    rig = a_rig()
+    job = rig.add(5, 180, promise=Promise("chat", 0, 0.0, None, 0.5 * plain_s))
+    drafted = drafts_of(rig, 20)
+    assert max(drafted) > 4
+    seconds = sum(plain_s + count * CHEAP.row_s for count in drafted)
+    assert seconds / job.sequence.num_output_tokens < 0.5 * plain_s
+
+
+def test_newcomers_have_places_beside_each_other_by_what_steps_of_ended_answers_drew() -> None:
+    """Four rows take half as long again as one, which is the most without drafts under a promise of one row's time."""
+    promise = Promise("chat", 0, 0.0, None, 0.012)
+    costs = StepCosts(0.010, 0.001, 0.0, 0.002, 0.0)
+    places = []
+    for has_drafts in (False, True):
+        rig = Rig(costs=costs, has_drafts=has_drafts, max_step_tokens=64, num_blocks=512)
+        first = rig.add(5, 100, promise=promise)
+        while not first.has_ended:
+            rig.run()
+        assert (first.tokens_per_step > 3) == has_drafts
+        jobs = [rig.add(5, 100, promise=promise) for _ in range(8)]
+        rig.run()
+        rig.run()
+        places.append(sum(job.has_place for job in jobs))
+    assert places[0] == 4 < places[1]
 
 
 def test_a_step_with_drafts_is_not_followed_and_likely_ones_are_waited_for() -> None:
