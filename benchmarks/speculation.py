@@ -2,13 +2,16 @@
 
     edit    a file of code is to be written again with a name changed: much of it stands in the prompt (1, 8 users)
     plain   sampled answers at a high temperature, which repeat nothing (1, 8 and 32 users)
-    schema  answers held to a JSON schema, whose fixed parts are known in advance (1 user)
+    schema  answers held to a JSON schema, whose fixed parts are known in advance (1, 8 users)
+    schemas the same, each to a schema of its own, so that no earlier answer tells its keys (1 user)
     mixed   prompts of code, JSON and chat, written by the generator too, answered greedily (1 user)
 
 Only one server computes at a time. A ratio divides the tokens per second with drafts by those without of the same
 turn, and the median over turns counts. `repeated` is the share of an answer's tokens that end three tokens which
-stand earlier in that answer. `mismatched` counts answers that differ: in bf16, where a row's last bits depend on the
-rows beside it, a near-tie between two tokens may fall the other way.
+stand earlier in that answer. `tokens_per_step` has the tokens that each step with a part of a request brought it with
+drafts (1 without), and `steps_per_answer` has the steps of an answer with and without. `mismatched` counts answers
+that differ: in bf16, where a row's last bits depend on the rows beside it, a near-tie between two tokens may fall the
+other way.
 """
 
 import argparse
@@ -39,6 +42,8 @@ LOADS = {
     "c8_plain": ("plain", 8),
     "c32_plain": ("plain", 32),
     "c1_schema": ("schema", 1),
+    "c8_schema": ("schema", 8),
+    "c1_schemas": ("schemas", 1),
     "c1_mixed": ("mixed", 1),
 }
 ANSWER_TOKENS = 128
@@ -76,6 +81,18 @@ _SCHEMA = {
     "required": ["customer_name", "order_number", "shipping_address", "is_express_delivery"],
     "additionalProperties": False,
 }
+
+
+def a_schema(draw: random.Random) -> dict[str, Any]:
+    """Write the schema of an object with properties that few others have."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"type": "string", "maxLength": 12},
+        {"type": "integer", "minimum": 0, "maximum": 999},
+        {"type": "boolean"},
+        {"enum": [f"{draw.choice(_VERBS)}_{draw.choice(_NAMES)}" for _ in range(3)]},
+    )
+    names = {f"{draw.choice(_VERBS)}_{draw.choice(_NAMES)}_{draw.choice(_NAMES)}": draw.choice(kinds) for _ in range(5)}
+    return {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
 
 
 def code(draw: random.Random, functions: int) -> str:
@@ -127,7 +144,8 @@ def body_of(kind: str, draw: random.Random) -> dict[str, Any]:
     if kind == "plain":
         prompt = " ".join(draw.choices(_NAMES + _VERBS, k=96))
         return body | {"prompt": prompt, "temperature": 2.0, "seed": draw.randrange(1 << 30)}
-    form = {"type": "json_schema", "json_schema": {"name": "order", "strict": True, "schema": _SCHEMA}}
+    schema = a_schema(draw) if kind == "schemas" else _SCHEMA
+    form = {"type": "json_schema", "json_schema": {"name": "order", "strict": True, "schema": schema}}
     prompt = f"An order of {draw.randint(2, 99)} parcels as JSON: "
     return body | {"prompt": prompt, "response_format": form, "ignore_eos": False, "seed": draw.randrange(1 << 30)}
 
@@ -178,6 +196,7 @@ def measure(urls: Mapping[str, str], arguments: argparse.Namespace) -> dict[str,
     rates: dict[str, dict[str, list[float]]] = {load: {OFF: [], ON: []} for load in arguments.loads}
     drafts: dict[str, list[tuple[int, int, int]]] = {load: [] for load in arguments.loads}
     repeated: dict[str, list[float]] = {load: [] for load in arguments.loads}
+    lengths: dict[str, list[int]] = {load: [] for load in arguments.loads}  # of answers with drafts, in tokens
     errors = mismatched = 0
     for url in urls.values():  # workers learn what their steps cost
         for kind, users in (("edit", 1), ("plain", 8), ("edit", 8)):
@@ -200,6 +219,7 @@ def measure(urls: Mapping[str, str], arguments: argparse.Namespace) -> dict[str,
                 time.sleep(0.5)
             mismatched += sum(one != other for one, other in zip(answers[OFF], answers[ON], strict=True))
             repeated[load] += [_repeated(one) for one in answers[OFF] if one]
+            lengths[load] += [len(one) for one in answers[ON] if one]
             off, on = rates[load][OFF][-1], rates[load][ON][-1]
             say(f"turn {turn + 1} {load:<10} off {off:7.1f} tok/s, on {on:7.1f}, ratio {on / off:.2f}")
     found: dict[str, Any] = {}
@@ -209,6 +229,12 @@ def measure(urls: Mapping[str, str], arguments: argparse.Namespace) -> dict[str,
     found["acceptance"] = {load: _share([d[2] for d in of], [d[1] for d in of]) for load, of in drafts.items()}
     found["drafted_tokens"] = {load: sum(d[1] for d in of) for load, of in drafts.items()}
     found["accepted_tokens"] = {load: sum(d[2] for d in of) for load, of in drafts.items()}
+    steps = {load: sum(lengths[load]) - found["accepted_tokens"][load] for load in arguments.loads}
+    found["tokens_per_step"] = {load: round(sum(lengths[load]) / steps[load], 2) for load in arguments.loads}
+    found["steps_per_answer"] = {
+        load: {name: round(count / max(1, len(of)), 1) for name, count in ((OFF, sum(of)), (ON, steps[load]))}
+        for load, of in lengths.items()
+    }
     found["repeated"] = {load: round(statistics.mean(of), 3) for load, of in repeated.items() if of}
     found["tokens_per_s"] = {
         load: {name: round(statistics.median(of), 1) for name, of in by.items()} for load, by in rates.items()

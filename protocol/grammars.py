@@ -43,6 +43,19 @@ LIMITS = LLParserLimits(
     verbose_errors=False,  # they would show the schema and the answer
 )
 
+MAX_BYTE_GRAMMAR = 16 * 1024
+"""Largest grammar, in bytes, that is followed byte by byte, too."""
+BYTE_LIMITS = LLParserLimits(
+    initial_lexer_fuel=50_000,
+    step_lexer_fuel=10_000,
+    step_max_items=1_000,
+    max_items_in_row=200,
+    max_lexer_states=10_000,
+    max_grammar_size=10_000,
+    verbose_errors=False,
+)
+"""Limits of what is followed byte by byte on an event loop: no byte of the grammars in tests/protocol takes a ms."""
+
 
 class _Key(NamedTuple):
     """Key of a compiled grammar that is kept."""
@@ -74,6 +87,7 @@ class Grammars:
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
         self._kept: dict[_Key, LLMatcher] = {}  # at their beginnings; the thread alone changes it
+        self._kept_of_bytes: dict[_Key, LLMatcher] = {}  # the same; some have failed
         self._turns = _Turns()
         # One: a grammar may take a second of a core, and those who have none must not feel it.
         self._thread: ThreadPoolExecutor | None = None
@@ -90,6 +104,24 @@ class Grammars:
         if kept is None:
             kept = await self._in_turn(client, lambda: self._kept.get(key) or self._keep(key))
         return kept.deep_copy()
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """The tokens of all matchers that this object has given."""
+        if self._tokenizer is None:
+            self._tokenizer = _tokenizer(self._vocabulary())
+        return self._tokenizer
+
+    async def byte_matcher(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> LLMatcher:
+        """Return a matcher at the grammar's beginning whose tokens are the 256 bytes. It has failed where it can't be.
+
+        It shares nothing with those that answers follow, so what is tried out on it changes no answer. Its limits are
+        narrow: each byte is quick on an event loop, and a grammar that takes more fails here alone.
+        """
+        key, kept = _Key(client, salt, grammar), self._kept_of_bytes
+        if (compiled := kept.get(key)) is None:
+            compiled = await self._in_turn(client, lambda: kept.get(key) or _keep(kept, key, _of_bytes(grammar)))
+        return compiled.deep_copy()
 
     async def try_out(self, grammar: str, salt: bytes = b"", client: bytes = b"") -> None:
         """Raise what `matcher` raises of a grammar that no answer will follow: it is not kept."""
@@ -126,11 +158,7 @@ class Grammars:
 
     def _keep(self, key: "_Key") -> LLMatcher:
         self._kept.pop(key, None)
-        self._kept[key] = compiled = self._compile(key.grammar)
-        if len(self._kept) > MAX_KEPT:  # whoever has the most loses the oldest
-            ((most, _),) = Counter(kept.client for kept in self._kept).most_common(1)
-            del self._kept[next(kept for kept in self._kept if kept.client == most)]
-        return compiled
+        return _keep(self._kept, key, self._compile(key.grammar))
 
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > MAX_GRAMMAR_BYTES:
@@ -138,14 +166,21 @@ class Grammars:
         if (num_chars := longest_expression(grammar)) > MAX_EXPRESSION_CHARS:
             size = f"{num_chars} characters" if num_chars < 10**9 else "far too many characters"
             raise _refusal(f"has a regular expression or terminal of {size}: at most {MAX_EXPRESSION_CHARS} are taken")
-        if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._vocabulary())
-        matcher = LLMatcher(self._tokenizer, without_forcing(grammar), log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self.tokenizer, without_forcing(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refusal(_first_line(matcher.get_error()))
-        if not _can_begin(matcher, self._tokenizer):
+        if not _can_begin(matcher, self.tokenizer):
             raise _refusal("no answer can follow it, but for an empty one, or to find out takes too much")
         return matcher
+
+
+def _keep(kept: dict[_Key, LLMatcher], key: _Key, compiled: LLMatcher) -> LLMatcher:
+    """Keep a compiled grammar, and no more than MAX_KEPT: of the client that has the most the oldest goes."""
+    kept[key] = compiled
+    if len(kept) > MAX_KEPT:
+        ((most, _),) = Counter(one.client for one in kept).most_common(1)
+        del kept[next(one for one in kept if one.client == most)]
+    return compiled
 
 
 class _Turns:
@@ -276,6 +311,18 @@ def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
         return pool
     finally:
         threading.stack_size(before)
+
+
+def _of_bytes(grammar: str) -> LLMatcher:
+    """Compile a grammar over single bytes. It has failed where that is too much, or llguidance panics."""
+    tokenizer = LLTokenizer("byte", slices=[])
+    taken = without_forcing(grammar) if len(grammar) <= MAX_BYTE_GRAMMAR else ""
+    try:
+        return LLMatcher(tokenizer, taken, log_level=0, limits=BYTE_LIMITS)
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # a panic is no Exception
+        return LLMatcher(tokenizer, "", log_level=0)
 
 
 def _can_begin(matcher: LLMatcher, tokenizer: LLTokenizer) -> bool:

@@ -27,13 +27,7 @@ from typing import TypeVar
 
 from twostroke.kvtransfer.offers import AwaitedOffers
 from twostroke.model.step import Constraint
-from twostroke.protocol.errors import (
-    RequestError,
-    TicketRefused,
-    TwostrokeError,
-    WorkerLeaving,
-    WorkerLost,
-)
+from twostroke.protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import (
@@ -56,6 +50,7 @@ from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
+from twostroke.worker.speculation.forced_text import ForcedText
 from twostroke.worker.speculation.speculator import speculator_of
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
@@ -465,6 +460,8 @@ class Worker:
             return
         job.awaits_grammar = False
         self.admit_offered()
+        if self._scheduler.speculator is not None and not job.is_prefill_only:
+            job.sequence.forced_text = ForcedText(await grammars.byte_matcher(*key), grammars.tokenizer)
 
     def _call_of(self, job: WorkerJob) -> PrefillCall | DecodeCall:
         """Return the call of a job that has not ended."""

@@ -19,6 +19,7 @@ from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, forbidden_tokens
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
+from twostroke.worker.speculation.forced_text import ForcedText
 
 
 class SequenceState:
@@ -42,6 +43,7 @@ class SequenceState:
         self.token_ids: list[int] = list(request.token_ids)
         self.block_ids: list[int] = []
         self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
+        self.forced_text: ForcedText | None = None  # of the same, once it is known, where there may be drafts
         self.mtp: MtpDrafts | None = None  # where a model's MTP head drafts, before the first step
         self.num_computed = 0
         self.scorer = None if request.scoring is None else PromptScorer(request.scoring, request.token_ids)

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 
 from twostroke.worker.speculation.suffix_match import MOST_MATCH
 
-DraftSource = Literal["own", "answers", "prediction", "mtp"]
-"""The request's own tokens, earlier answers, the client's prediction from its beginning on, or the model's MTP head."""
+DraftSource = Literal["own", "answers", "prediction", "grammar", "mtp"]
+"""The request's own tokens, earlier answers, the client's prediction from its beginning on, a grammar's forced text, or
+the model's MTP head."""
 
 MEMORY = 0.995
 """Weight of all earlier predictions of a kind after one more."""
@@ -24,13 +25,17 @@ _KIND = tuple(next(kind for kind, most in enumerate(_LIMITS) if length <= most) 
 _FIRST_GUESS = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
 MTP_LENGTH = _LIMITS[3]
 """Length of the match that a prediction of an MTP head counts as: heads are first taken to be right so often."""
+_FIRST_GUESS_OF_FORCED = (0.6, 0.8, 0.9, 0.9, 0.9, 0.9)  # by how many tokens are left of the text, the last one first
 
 
 class AcceptanceRates:
     """Rates at which predictions were right, over all requests of a worker."""
 
     def __init__(self) -> None:
-        self._right = {source: [_PRIOR * guess for guess in _FIRST_GUESS] for source in get_args(DraftSource)}
+        self._right = {
+            source: [_PRIOR * guess for guess in (_FIRST_GUESS_OF_FORCED if source == "grammar" else _FIRST_GUESS)]
+            for source in get_args(DraftSource)
+        }
         self._all = {source: [_PRIOR] * len(_FIRST_GUESS) for source in get_args(DraftSource)}
 
     def rate(self, source: DraftSource, length: int) -> float:

@@ -74,6 +74,7 @@ class RequestPredictor:
         self._corpus = corpus
         self._rates = rates
         self._own = OwnAcceptance()
+        self._sequence = sequence
         self._match: Match | None = None
         self._source: DraftSource = "own"
         self._num_missed = 0  # tokens in a row that nothing predicted
@@ -87,45 +88,68 @@ class RequestPredictor:
             self._num_before = len(self._tokens)
             self._tokens.extend(sequence.token_ids[: request.num_prompt_tokens])
             self._match, self._source = Match(self._tokens, 0, MOST_MATCH), "prediction"
-            self.catch_up(sequence.token_ids)
+            self.catch_up()
         else:
             self._tokens.extend(sequence.token_ids)
             self._search()
+            self.catch_up()
 
-    def catch_up(self, token_ids: Sequence[int]) -> None:
+    def catch_up(self) -> None:
         """Take in the tokens that the request has got since the last call."""
+        token_ids = self._sequence.token_ids
         for token_id in token_ids[len(self._tokens) - self._num_before :]:
             self._take(token_id)
+        if (forced_text := self._sequence.forced_text) is not None:
+            forced_text.catch_up(token_ids, self._sequence.request.num_prompt_tokens, self._rates)
 
     def predict(self, most: int, skip: int = 0) -> tuple[list[int], list[float]]:
         """Return the tokens after the next `skip` ones that are expected next, and the chance of each.
 
         A chance counts the skipped tokens, too. Of the MTP head only the chance is known where tokens are skipped.
         """
-        token_ids, chances = self._predict_match(most, skip)
+        token_ids, chances = self._predict_text(most, skip)
         if self._mtp is None or most < 1 or sum(chances) >= (chance := self._mtp_chance):
             return token_ids, chances
-        token_id = 0 if skip else self._mtp.at(len(self._tokens) - self._num_before)
+        token_id = END if skip else self._mtp.at(len(self._tokens) - self._num_before)
         return (token_ids, chances) if token_id is None else ([token_id], [chance])
 
     @property
     def _mtp_chance(self) -> float:
         return self._own_mtp.chance(self._rates.rate("mtp", MTP_LENGTH))
 
-    def _predict_match(self, most: int, skip: int) -> tuple[list[int], list[float]]:
-        if self._match is None:
-            return [], []
+    def _predict_text(self, most: int, skip: int) -> tuple[list[int], list[float]]:
         token_ids: list[int] = []
         chances: list[float] = []
         chance = 1.0
-        for step, token_id in enumerate(self._match.predict(most + skip)):
-            chance *= self._own.chance(self._rates.rate(self._source, self._match.length + step))
+        for step, (token_id, right) in enumerate(self._predicted(most + skip)):
+            chance *= right
             if chance < LEAST_CHANCE:
                 break
             if step >= skip:
                 token_ids.append(token_id)
                 chances.append(chance)
         return token_ids, chances
+
+    def chances_soon(self, most: int) -> list[float]:
+        """Return the chances of tokens that the grammar may force behind the next one, where nothing tells that one."""
+        forced_text = self._sequence.forced_text
+        return [] if forced_text is None else forced_text.chances_soon()[:most]
+
+    def _predicted(self, most: int) -> list[tuple[int, float]]:
+        """Return the next tokens, each with the chance that it is right if those before it are."""
+        matched: list[tuple[int, float]] = []
+        if (match := self._match) is not None:
+            matched = [
+                (token_id, self._own.chance(self._rates.rate(self._source, match.length + step)))
+                for step, token_id in enumerate(match.predict(most))
+            ]
+        forced_text = self._sequence.forced_text
+        forced = [] if forced_text is None else forced_text.predict(most, self._rates)
+        for place, (one, other) in enumerate(zip(matched, forced, strict=False)):
+            if one[0] != other[0]:
+                return matched if one[1] > other[1] else forced
+            matched[place] = forced[place] = max(one, other)
+        return max(matched, forced, key=len)
 
     def _take(self, token_id: int) -> None:
         if self._mtp is not None:
@@ -227,7 +251,7 @@ class Speculator:
         if job.predictor is None:
             job.predictor = RequestPredictor(job.sequence, self.corpus, self._rates)
         else:
-            job.predictor.catch_up(job.sequence.token_ids)
+            job.predictor.catch_up()
         return job.predictor
 
     def _draft(self, job: WorkerJob, skip: int = 0) -> Draft | None:
@@ -235,7 +259,11 @@ class Speculator:
         most = min(self._most, _most_useful(job) - skip)
         if most <= 0 or (is_penalised(job.request.sampling) and len(job.sequence.token_ids) > MOST_COUNTED):
             return None
-        token_ids, chances = self._predictor(job).predict(most, skip)
+        predictor = self._predictor(job)
+        token_ids, chances = predictor.predict(most, skip)
+        if skip and not token_ids:  # it is asked for how many rows there will be, not which
+            chances = predictor.chances_soon(most)
+            token_ids = [END] * len(chances)
         stops = job.request.stop_token_ids
         end = next((place for place, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
         return Draft(job, token_ids[:end], chances[:end]) if end else None

@@ -1,0 +1,161 @@
+"""Tokens of the text that a request's grammar forces: keys of objects in a fixed order, punctuation, the rest of enums.
+
+The grammar is followed byte by byte on a matcher of its own, which shares nothing with the one that answers are held
+to: what is tried out here changes no answer, and takes only so many bytes. Where white space is optional, as between
+tokens of JSON, the text goes on as this answer has written it before. The text is split as the tokenizer splits it; a
+model that splits otherwise costs rows, and the rates of acceptance learn it.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_BYTES = 96
+"""Longest text that is looked for at once; each byte takes about 3 us."""
+MOST_BETWEEN = 20
+"""Most bytes beside white space that may begin a token of JSON. Inside of a string there are more."""
+MOST_TAIL = 48
+"""Last bytes of the answer that gaps are found in."""
+_WHITE = b" \t\r\n"
+_WHITE_BITS = sum(1 << byte for byte in _WHITE)
+_ALL_BITS = (1 << 256) - 1
+_GAP = re.compile(rb'([\[\]{}:,"])([ \t\r\n]*)(?=([^ \t\r\n]))')
+_FIRST_GAPS: dict[tuple[bytes, bytes], bytes | int] = {(b":", b""): b" ", (b",", b""): b" "}
+_MEMORY = 0.9  # weight of all earlier steps after one more
+_NUM_FREE, _NUM_LED, _FIRST_LENGTH = 3.0, 1.0, 5.0  # what is supposed of a request at first
+
+_log = logging.getLogger(__name__)
+
+
+class ForcedText:
+    """Predicts one request's next tokens where its grammar leaves no choice, and learns how often that is right."""
+
+    def __init__(self, matcher: "LLMatcher", tokenizer: "LLTokenizer"):
+        """`matcher` is at the grammar's beginning, over single bytes; `tokenizer` is the model's."""
+        self._matcher: LLMatcher | None = None if matcher.is_error() else matcher
+        self._tokenizer = tokenizer
+        self._num_outputs = 0  # tokens that the matcher has seen
+        self._has_begun = False
+        self._expected: list[int] = []  # the next tokens, the last one first
+        self._tail = b""  # the end of the answer
+        self._indent = 0  # of the line that the tail begins in
+        # White space by the bytes around it, b"" for any byte. A number: a new line, indented by so much more.
+        self._gaps = dict(_FIRST_GAPS)
+        self._own = OwnAcceptance()
+        self._num_free, self._num_led, self._length = _NUM_FREE, _NUM_LED, _FIRST_LENGTH
+
+    def catch_up(self, token_ids: Sequence[int], num_prompt_tokens: int, rates: AcceptanceRates) -> None:
+        """Take in the answer's tokens since the last call. `token_ids` are all, the prompt's first."""
+        drawn = token_ids[num_prompt_tokens + self._num_outputs :]
+        if self._matcher is None or (self._has_begun and not drawn):
+            return
+        was_free = self._has_begun and not self._expected
+        for token_id in drawn:
+            if self._expected:
+                self._check(token_id, rates)
+        self._num_outputs, self._has_begun = self._num_outputs + len(drawn), True
+        try:
+            self._advance(self._matcher, drawn)
+            if not self._expected and not self._matcher.is_error():
+                self._expected = self._search(self._matcher)
+        except (MemoryError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # llguidance may panic, which is no Exception
+            _log.exception("a grammar's forced text can't be followed; its request goes on without")
+            self._matcher, self._expected = None, []
+        if was_free:
+            self._num_free = _MEMORY * self._num_free + 1.0
+            self._num_led = _MEMORY * self._num_led + bool(self._expected)
+            if self._expected:
+                self._length += (len(self._expected) - self._length) * (1.0 - _MEMORY)
+
+    def predict(self, most: int, rates: AcceptanceRates) -> list[tuple[int, float]]:
+        """Return the next tokens, each with the chance that it is right if those before it are."""
+        count = len(self._expected)
+        return [
+            (token_id, self._own.chance(rates.rate("grammar", _length_of(count - place))))
+            for place, token_id in enumerate(self._expected[: -most - 1 : -1])
+        ]
+
+    def chances_soon(self) -> list[float]:
+        """Return the chances of tokens that will be forced behind the next one, which is not known yet."""
+        if self._matcher is None or not self._has_begun:
+            return []
+        return [self._num_led / self._num_free] * int(self._length)
+
+    def _check(self, token_id: int, rates: AcceptanceRates) -> None:
+        length = _length_of(len(self._expected))
+        is_right = self._expected.pop() == token_id
+        self._own.note(rates.rate("grammar", length), is_right=is_right)
+        rates.note("grammar", length, is_right=is_right)
+        if not is_right:
+            self._expected.clear()
+
+    def _advance(self, matcher: "LLMatcher", drawn: Sequence[int]) -> None:
+        data = self._tokenizer.decode_bytes(list(drawn))
+        matcher.consume_tokens(list(data))
+        self._tail += data
+        for found in _GAP.finditer(self._tail):
+            before, white_space, after = found.groups()
+            gap: bytes | int = white_space
+            if white_space.startswith(b"\n"):
+                gap = len(white_space) - 1 - _indent(self._tail[: found.end(1)], self._indent)
+                if before in b"{[" and gap:  # so do the other lines, most likely
+                    self._gaps |= {(b",", b""): 0, (b"", b"}"): -gap, (b"", b"]"): -gap}
+            self._gaps[before, after] = gap
+            if before != b'"':  # which may begin a string
+                self._gaps[before, b""] = gap
+        end = len(self._tail) - len(self._tail[-MOST_TAIL:].lstrip(_WHITE))  # no indentation is cut in two
+        self._indent = _indent(self._tail[:end], self._indent)
+        self._tail = self._tail[end:]
+
+    def _search(self, matcher: "LLMatcher") -> list[int]:
+        text = self._text(matcher.deep_copy())
+        token_ids = self._tokenizer.tokenize_bytes(text) if text else []
+        if len(text) >= MOST_BYTES:
+            token_ids.pop()  # the text goes on, so it may be a part of one
+        # Text that spells a special token is drawn as other tokens, which no tokenizer tells.
+        end = next((n for n, token_id in enumerate(token_ids) if self._tokenizer.is_special_token(token_id)), None)
+        return token_ids[:end][::-1]
+
+    def _text(self, matcher: "LLMatcher") -> bytes:
+        """Return what the grammar forces from where `matcher` is, up to MOST_BYTES and a gap."""
+        text, last = bytearray(), self._tail[-1:]
+        while len(text) < MOST_BYTES and not matcher.is_stopped():
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            allowed, may_end = mask & _ALL_BITS, mask > _ALL_BITS
+            others = allowed & ~_WHITE_BITS
+            only = others or allowed
+            follows = b"" if may_end or only.bit_count() != 1 else bytes((only.bit_length() - 1,))
+            if others != allowed and others and last not in _WHITE and others.bit_count() <= MOST_BETWEEN:
+                follows = self._gap(last, follows, text) or follows
+            if not follows or not matcher.consume_tokens(list(follows)):
+                break
+            text += follows
+            last = follows[-1:]
+        return bytes(text)
+
+    def _gap(self, before: bytes, after: bytes, text: bytes | bytearray) -> bytes:
+        """Return the white space that this answer is likely to write behind `text`, between two bytes."""
+        gaps = self._gaps
+        gap = gaps.get((before, after), gaps.get((b"", after), gaps.get((before, b""), b"")))
+        if isinstance(gap, bytes):
+            return gap
+        return b"\n" + b" " * (_indent(self._tail + text, self._indent) + gap)
+
+
+def _indent(text: bytes, indent: int) -> int:
+    """Return by how much the last line of `text` is indented, the first one by `indent`."""
+    _, is_new, line = text.rpartition(b"\n")
+    return len(line) - len(line.lstrip(_WHITE)) if is_new else indent
+
+
+def _length_of(num_left: int) -> int:
+    """Return what AcceptanceRates calls the length of a match: the last tokens may merge with what follows them."""
+    return 2 + num_left
