@@ -24,6 +24,11 @@ def folder(write_checkpoint: Any) -> Path:
 @pytest.fixture
 def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every draft pay."""
+    have_rows_pay(monkeypatch)
+
+
+def have_rows_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell all speculators made from now on that a row costs next to nothing."""
     make = Speculator.__init__
 
     def made(speculator: Speculator, config: Any, costs: Any, safety: float) -> None:

@@ -1,9 +1,10 @@
 """Tokens of the text that a request's grammar forces: keys of objects in a fixed order, punctuation, the rest of enums.
 
 The grammar is followed byte by byte on a matcher of its own, which shares nothing with the one that answers are held
-to: what is tried out here changes no answer, and takes only so many bytes. Where white space is optional, as between
-tokens of JSON, the text goes on as this answer has written it before. The text is split as the tokenizer splits it; a
-model that splits otherwise costs rows, and the rates of acceptance learn it.
+to: what is tried out here changes no answer, and takes only so many bytes. A text is looked for once, and is kept while
+the answer follows it. Where white space is optional, as between tokens of JSON, the text goes on as this answer has
+written it before. The text is split as the tokenizer splits it; a model that splits otherwise costs rows, and the rates
+of acceptance learn it.
 """
 
 import logging
@@ -40,10 +41,12 @@ class ForcedText:
         """`matcher` is at the grammar's beginning, over single bytes; `tokenizer` is the model's."""
         self._matcher: LLMatcher | None = None if matcher.is_error() else matcher
         self._tokenizer = tokenizer
-        self._num_outputs = 0  # tokens that the matcher has seen
         self._has_begun = False
-        self._expected: list[int] = []  # the next tokens, the last one first
-        self._tail = b""  # the end of the answer
+        self._num_outputs = 0  # tokens of the answer that this knows
+        self._text, self._is_cut = b"", False  # what comes next, and whether it goes on
+        self._expected: list[int] = []  # the tokens of the text, the last one first
+        self._pending = b""  # the end of the answer, which the matcher has not seen
+        self._tail = b""  # the end of the answer before that
         self._indent = 0  # of the line that the tail begins in
         # White space by the bytes around it, b"" for any byte. A number: a new line, indented by so much more.
         self._gaps = dict(_FIRST_GAPS)
@@ -56,14 +59,9 @@ class ForcedText:
         if self._matcher is None or (self._has_begun and not drawn):
             return
         was_free = self._has_begun and not self._expected
-        for token_id in drawn:
-            if self._expected:
-                self._check(token_id, rates)
         self._num_outputs, self._has_begun = self._num_outputs + len(drawn), True
         try:
-            self._advance(self._matcher, drawn)
-            if not self._expected and not self._matcher.is_error():
-                self._expected = self._search(self._matcher)
+            self._take(self._matcher, drawn, rates)
         except (MemoryError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # llguidance may panic, which is no Exception
@@ -89,42 +87,54 @@ class ForcedText:
             return []
         return [self._num_led / self._num_free] * int(self._length)
 
-    def _check(self, token_id: int, rates: AcceptanceRates) -> None:
-        length = _length_of(len(self._expected))
-        is_right = self._expected.pop() == token_id
-        self._own.note(rates.rate("grammar", length), is_right=is_right)
-        rates.note("grammar", length, is_right=is_right)
-        if not is_right:
-            self._expected.clear()
-
-    def _advance(self, matcher: "LLMatcher", drawn: Sequence[int]) -> None:
+    def _take(self, matcher: "LLMatcher", drawn: Sequence[int], rates: AcceptanceRates) -> None:
+        for token_id in drawn:
+            if not self._expected:
+                break
+            length = _length_of(len(self._expected))
+            is_right = self._expected.pop() == token_id
+            self._own.note(rates.rate("grammar", length), is_right=is_right)
+            rates.note("grammar", length, is_right=is_right)
+            if not is_right:
+                self._expected.clear()
         data = self._tokenizer.decode_bytes(list(drawn))
-        matcher.consume_tokens(list(data))
-        self._tail += data
-        for found in _GAP.finditer(self._tail):
+        self._pending += data
+        self._text = self._text[len(data) :] if self._text.startswith(data) else b""
+        if not self._text or (self._is_cut and len(self._text) < MOST_BYTES // 2):
+            self._follow(matcher)
+            self._text = b"" if matcher.is_error() else self._search(matcher.deep_copy())
+            self._is_cut = len(self._text) >= MOST_BYTES
+            self._expected.clear()
+        if not self._expected and self._text:
+            self._expected = self._split(self._text)
+
+    def _follow(self, matcher: "LLMatcher") -> None:
+        """Have the matcher take in the answer, and learn what white space stands in it."""
+        matcher.consume_tokens(list(self._pending))
+        tail, self._pending = self._tail + self._pending, b""
+        for found in _GAP.finditer(tail):
             before, white_space, after = found.groups()
             gap: bytes | int = white_space
             if white_space.startswith(b"\n"):
-                gap = len(white_space) - 1 - _indent(self._tail[: found.end(1)], self._indent)
+                gap = len(white_space) - 1 - _indent(tail[: found.end(1)], self._indent)
                 if before in b"{[" and gap:  # so do the other lines, most likely
                     self._gaps |= {(b",", b""): 0, (b"", b"}"): -gap, (b"", b"]"): -gap}
             self._gaps[before, after] = gap
             if before != b'"':  # which may begin a string
                 self._gaps[before, b""] = gap
-        end = len(self._tail) - len(self._tail[-MOST_TAIL:].lstrip(_WHITE))  # no indentation is cut in two
-        self._indent = _indent(self._tail[:end], self._indent)
-        self._tail = self._tail[end:]
+        end = len(tail) - len(tail[-MOST_TAIL:].lstrip(_WHITE))  # no indentation is cut in two
+        self._indent, self._tail = _indent(tail[:end], self._indent), tail[end:]
 
-    def _search(self, matcher: "LLMatcher") -> list[int]:
-        text = self._text(matcher.deep_copy())
-        token_ids = self._tokenizer.tokenize_bytes(text) if text else []
-        if len(text) >= MOST_BYTES:
+    def _split(self, text: bytes) -> list[int]:
+        """Return the text's tokens, the last one first."""
+        token_ids = self._tokenizer.tokenize_bytes(text)
+        if self._is_cut:
             token_ids.pop()  # the text goes on, so it may be a part of one
         # Text that spells a special token is drawn as other tokens, which no tokenizer tells.
         end = next((n for n, token_id in enumerate(token_ids) if self._tokenizer.is_special_token(token_id)), None)
         return token_ids[:end][::-1]
 
-    def _text(self, matcher: "LLMatcher") -> bytes:
+    def _search(self, matcher: "LLMatcher") -> bytes:
         """Return what the grammar forces from where `matcher` is, up to MOST_BYTES and a gap."""
         text, last = bytearray(), self._tail[-1:]
         while len(text) < MOST_BYTES and not matcher.is_stopped():

@@ -31,8 +31,9 @@ from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.row_costs import DraftRowCosts
 from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
 
-GAP_S, SEARCH_S = 0.0006, 10e-6
-"""Seconds that the engine waits for the event loop where a step is not scheduled ahead, and more for each request."""
+GAP_S, SEARCH_S, FORCED_S = 0.0006, 10e-6, 150e-6
+"""Seconds that the engine waits for the event loop where a step is not scheduled ahead, more for each request, and more
+for each whose grammar's forced text is looked for."""
 PATIENCE, SELDOM = 16, 4
 """Requests whose text has repeated nothing for so many tokens are searched at each fourth token alone."""
 LEAST_CHANCE = 0.05
@@ -206,7 +207,9 @@ class Speculator:
         if not drafts:
             return False
         taken, step_s, expected = self._fill(drafts, decodes, costs, room)
-        plain_s, waited_s = _step_s(costs, decodes), step_s + GAP_S + SEARCH_S * len(decodes)
+        num_forced = sum(job.sequence.forced_text is not None for job in decodes)
+        plain_s = _step_s(costs, decodes)
+        waited_s = step_s + GAP_S + SEARCH_S * len(decodes) + FORCED_S * num_forced
         return bool(taken) and (len(decodes) + expected) * plain_s > len(decodes) * waited_s
 
     def drafts(self, decodes: Sequence[WorkerJob], room: int) -> dict[WorkerJob, Draft]:
