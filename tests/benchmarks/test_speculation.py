@@ -11,7 +11,7 @@ from twostroke.benchmarks import speculation
 from twostroke.benchmarks.speculation import LOADS, OFF, ON, body_of, edit_prompt
 
 
-@pytest.mark.parametrize("kind", ["edit", "plain", "schema", "mixed"])
+@pytest.mark.parametrize("kind", ["edit", "plain", "schema", "schemas", "mixed"])
 def test_a_body_depends_on_its_seed_alone(kind: str) -> None:
     assert body_of(kind, random.Random("1")) == body_of(kind, random.Random("1"))
     assert body_of(kind, random.Random("1")) != body_of(kind, random.Random("2"))
@@ -44,5 +44,7 @@ def test_ratios_are_of_one_turn_and_all_that_failed_is_counted(monkeypatch: pyte
     assert found["c8_plain"] == round(2 * 7 / 8, 3)
     assert (found["errors"], found["mismatched"]) == (4, 8)
     assert found["acceptance"]["c1_edit"] == 0.5
+    assert found["tokens_per_step"]["c1_edit"] == round(24 / 14, 2)
+    assert found["steps_per_answer"]["c1_edit"] == {OFF: 6.0, ON: 3.5}
     assert found["repeated"]["c1_edit"] == round(1 / 6, 3)
     assert set(LOADS) >= set(arguments.loads)

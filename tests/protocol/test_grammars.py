@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import (
+    MAX_BYTE_GRAMMAR,
     MAX_EXPRESSION_CHARS,
     MAX_GRAMMAR_BYTES,
     MAX_KEPT,
@@ -262,6 +263,25 @@ def bombs() -> dict[str, str]:
     found = {f"schema: {name}": LLMatcher.grammar_from_json_schema(json.dumps(one)) for name, one in schemas.items()}
     found |= {f"regex: {name}": of_regex(pattern) for name, pattern in regexes.items()}
     return found | {f"Lark: {name}": LLMatcher.grammar_from_lark(text) for name, text in larks.items()}
+
+
+async def test_what_is_tried_out_byte_by_byte_does_not_touch_what_answers_follow() -> None:
+    """A matcher over tokens fails once it has seen so many bytes of one constant; the byte matcher's is another one."""
+    grammars, grammar = Grammars(vocabulary), of_regex("(ab){7000}")
+    matcher, of_bytes = await grammars.matcher(grammar), await grammars.byte_matcher(grammar)
+    while of_bytes.consume_tokens([*b"ab" * 100]):
+        pass
+    assert of_bytes.is_error()
+    assert matcher.compute_bitmask() == (await Grammars(vocabulary).matcher(grammar)).compute_bitmask()
+    assert not matcher.is_error()
+
+
+async def test_a_grammar_that_is_large_is_not_followed_byte_by_byte() -> None:
+    grammars = Grammars(vocabulary)
+    large = LLMatcher.grammar_from_json_schema(json.dumps({"const": "a" * MAX_BYTE_GRAMMAR}))
+    assert not (await grammars.matcher(large)).is_error()
+    assert (await grammars.byte_matcher(large)).is_error()
+    assert not (await grammars.byte_matcher(of_regex("a+"))).is_error()
 
 
 BOMB_LAYER = """

@@ -1,5 +1,6 @@
 """Drafts by what rows cost and by how often predictions were right; all that ends a draft."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,12 @@ from pydantic import TypeAdapter
 
 from tests.worker.scheduling.scheduler_rig import STOP, TOKEN, Rig
 from twostroke.model.step import Constraint
-from twostroke.protocol.requests import Promise, SampledToken
+from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
 from twostroke.worker.speculation.config import SpeculationConfig
+from twostroke.worker.speculation.speculator import RequestPredictor
 
 CHEAP = StepCosts(0.010, 0.001, 0.0, 0.0005, 0.0)
 DEAR = StepCosts(0.0001, 0.001, 0.0, 0.010, 0.0)
@@ -144,6 +147,49 @@ def test_a_step_with_drafts_is_not_followed_and_likely_ones_are_waited_for() -> 
     rig.add(5, 60)
     drafts_of(rig, 8)
     assert rig.scheduler.schedule(rig.schedule()).is_empty
+
+
+class ForcedTokens:
+    """Stands for a grammar's forced text."""
+
+    def __init__(self, token_ids: Sequence[int], soon: Sequence[float] = ()):
+        self.token_ids, self.soon = token_ids, soon
+
+    def catch_up(self, *_: object) -> None:
+        """Everything is known."""
+
+    def predict(self, most: int, _: AcceptanceRates) -> list[tuple[int, float]]:
+        return [(token_id, 0.9) for token_id in self.token_ids[:most]]
+
+    def chances_soon(self) -> Sequence[float]:
+        return self.soon
+
+
+@pytest.mark.parametrize(
+    ("prompt", "forced", "drafted"),
+    [
+        ([1, 2, 3, 4, 5], [11, 12, 13], [11, 12, 13]),
+        ([*range(30), 4, 5, 6, *range(24)], [24, 25], [24, 25, 26]),  # the match goes on behind it
+        ([7, 8, 9, 4, 5, 6, 7, 8, 9], [4, 11], [4, 11]),  # the likelier one where they part
+    ],
+)
+def test_forced_text_is_drafted_with_what_is_known_to_follow_it(
+    prompt: list[int], forced: list[int], drafted: list[int]
+) -> None:
+    sequence = SequenceState(GenerateRequest("", "", tuple(prompt), len(prompt), SamplingParams(), 60), 4)
+    sequence.forced_text = ForcedTokens(forced)  # type: ignore[assignment]
+    token_ids, chances = RequestPredictor(sequence, None, AcceptanceRates()).predict(8)
+    assert token_ids[: len(drafted)] == drafted
+    assert chances[1] > 0.8
+
+
+@pytest.mark.parametrize(("soon", "is_empty"), [([0.5] * 6, True), ([0.01] * 6, False)])
+def test_text_that_is_soon_forced_is_waited_for(soon: list[float], is_empty: bool) -> None:
+    rig = a_rig()
+    job = rig.add(5, 60)
+    job.sequence.forced_text = ForcedTokens((), soon)  # type: ignore[assignment]
+    rig.end(rig.schedule())
+    assert rig.scheduler.schedule(rig.schedule()).is_empty == is_empty
 
 
 def test_prompts_get_their_tokens_and_time_beside_drafts() -> None:
