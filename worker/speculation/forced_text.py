@@ -21,6 +21,8 @@ MOST_BYTES = 96
 """Longest text that is looked for at once; each byte takes about 3 us."""
 MOST_BETWEEN = 20
 """Most bytes beside white space that may begin a token of JSON. Inside of a string there are more."""
+MOST_DRAWN = 2048
+"""Most tokens that are taken in at once: a longer answer that goes on after a hand-over has no forced text any more."""
 MOST_TAIL = 48
 """Last bytes of the answer that gaps are found in."""
 _WHITE = b" \t\r\n"
@@ -88,6 +90,9 @@ class ForcedText:
         return [self._num_led / self._num_free] * int(self._length)
 
     def _take(self, matcher: "LLMatcher", drawn: Sequence[int], rates: AcceptanceRates) -> None:
+        if len(drawn) > MOST_DRAWN:
+            self._matcher = None
+            return
         for token_id in drawn:
             if not self._expected:
                 break

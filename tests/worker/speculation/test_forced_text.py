@@ -13,7 +13,7 @@ from twostroke.protocol.grammars import Grammars, _of_bytes, _thread_with_stack
 from twostroke.router.text.grammar import of_lark, of_schema
 from twostroke.router.text.tokenizer import TextTokenizer
 from twostroke.worker.speculation.acceptance import AcceptanceRates
-from twostroke.worker.speculation.forced_text import MOST_BYTES, ForcedText
+from twostroke.worker.speculation.forced_text import MOST_BYTES, MOST_DRAWN, ForcedText
 
 PROMPT = [1, 2, 3]
 ORDER = {
@@ -132,6 +132,9 @@ def test_a_grammar_that_fails_forces_nothing(tokenizer: LLTokenizer) -> None:
     broken = ForcedText(_of_bytes(of_schema(ORDER)), tokenizer)
     broken.catch_up([*PROMPT, tokenizer.vocab_size + 5], len(PROMPT), AcceptanceRates())
     assert broken.predict(5, AcceptanceRates()) == []
+    resumed = ForcedText(_of_bytes(of_lark('start: (/[ab]/ "cd")*')), tokenizer)
+    resumed.catch_up([*PROMPT, *tokenizer.tokenize_str("acdb") * (MOST_DRAWN + 1)], len(PROMPT), AcceptanceRates())
+    assert (resumed.predict(5, AcceptanceRates()), resumed.chances_soon()) == ([], [])
 
 
 def test_no_grammar_keeps_the_event_loop(tokenizer: LLTokenizer) -> None:
