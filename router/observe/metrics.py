@@ -116,7 +116,7 @@ class RouterMetrics:
         self.inter_token_latency = self._series(
             Histogram,
             "inter_token_latency_seconds",
-            "Time between a choice's tokens as they leave.",
+            "Time between a choice's tokens as they leave; those of one step leave together.",
             buckets=_TOKEN_BUCKETS,
         )
         self._decision_time = self._series(

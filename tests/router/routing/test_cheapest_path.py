@@ -295,6 +295,17 @@ def test_a_slot_is_there_when_as_many_have_ended_as_batch_blocks_or_promises_wan
     assert own.slot_s == pytest.approx(promised, rel=1e-3)
 
 
+def test_answers_end_sooner_and_steps_may_be_longer_where_drafts_are_right():
+    plain, drafting = load(running=4), msgspec.structs.replace(load(running=4), draft_speedup=2.0)
+    wanted = query(0, answer_tokens=40, promise=Promise(tpot_s=0.018))
+    costs = [decode_cost_of(stats, wanted) for stats in (plain, drafting)]
+    assert costs[0].slot_s > costs[1].slot_s == 0, "a step with it takes 0.020 s, and a token half of that"
+    assert costs[1].total_s == pytest.approx(40 * costs[1].step_s / 2)
+    path = Fleet([], [plain, drafting], costs=WITH_CONTEXT, **EIGHT).path(1)
+    assert path.decode.peer.worker_id == "d1"
+    assert path.estimate.token_s == pytest.approx(path.estimate.step_s / 2)
+
+
 def test_a_prompt_computed_by_a_decode_worker_stalls_its_streams_and_who_comes_next():
     fleet = Fleet([], [IDLE, load(running=4)])
     for name, cached_tokens, prefill_s, stalled_s in (("d0", 0, 0.41, 0.4), ("d1", 160, 0.018 + 0.24, 5 * 0.24)):
