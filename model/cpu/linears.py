@@ -17,7 +17,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.kernels import floats
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.cpu.kernels.projections import gemm, packing, quant
+from twostroke.model.cpu.kernels.projections import avx2, gemm, packing, quant
 
 ROWS_WIDENED = 256  # of weights, by torch, at a time
 WIDENED_SHARE = 1 / 64
@@ -33,7 +33,7 @@ def make_linear(
 ) -> Linear:
     """Implement Backend.make_linear with the fastest form that this CPU has.
 
-    CPUs without AVX-512 keep the checkpoint's layout, for torch: oneDNN's own layout is faster, but no row can be read
+    What has no kernel keeps the checkpoint's layout, for torch: oneDNN's own layout is faster, but no row can be read
     from it, as tied embeddings must. Where no kernel reads quantised weights they are widened here, once, as long as
     there is room: widening them in each step takes eight times as long (SmolLM2 in Q4_1, two EPYC cores with AVX2,
     2026-11-27: 320 ms a token for 40).
@@ -53,10 +53,10 @@ def make_linear(
 
 
 def is_supported(dtype: torch.dtype) -> bool:
-    """Return True if this CPU has the instructions of CpuLinear's kernels: AVX512-BF16 for bf16, AVX-512 for fp32."""
+    """Return True if this CPU has the instructions of CpuLinear's kernels: AVX512-BF16 for bf16, AVX2 for fp32."""
     if dtype == torch.bfloat16:
         return floats.is_supported()
-    return dtype == torch.float32 and bool(torch.cpu._is_avx512_supported())
+    return dtype == torch.float32 and (avx2.is_usable() or bool(torch.cpu._is_avx512_supported()))
 
 
 def is_quantized_supported(dtype: torch.dtype, in_features: int) -> bool:

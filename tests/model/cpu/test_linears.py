@@ -24,15 +24,19 @@ from twostroke.model.cpu.kernels.projections import gemm, packing, quant
 from twostroke.model.cpu.linears import CpuLinear, CpuQuantizedLinear, TorchQuantizedLinear, make_linear
 
 needs_packing = pytest.mark.skipif(
-    not linears.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its projections"
+    not linears.is_supported(torch.float32), reason="this CPU has no AVX2, so torch makes its projections"
+)
+needs_packed_bf16 = pytest.mark.skipif(
+    not linears.is_supported(torch.bfloat16), reason="this CPU has no AVX512-BF16, so torch makes its bf16 projections"
 )
 
 FORMATS = [
-    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16"),
-    pytest.param(torch.bfloat16, torch.float32, id="bf16-to-fp32"),
+    pytest.param(torch.bfloat16, torch.bfloat16, id="bf16", marks=needs_packed_bf16),
+    pytest.param(torch.bfloat16, torch.float32, id="bf16-to-fp32", marks=needs_packed_bf16),
     pytest.param(torch.float32, torch.float32, id="fp32"),
+    pytest.param(torch.float32, torch.bfloat16, id="fp32-to-bf16"),
 ]
-DTYPES = [torch.bfloat16, torch.float32]
+DTYPES = [pytest.param(torch.bfloat16, id="bf16", marks=needs_packed_bf16), pytest.param(torch.float32, id="fp32")]
 SIZES = [(64, 64), (1, 1), (65, 3), (200, 1501), (70, 2052), (7, 66)]  # (out, in); blocks are 1024 bf16, 512 fp32
 
 
@@ -160,9 +164,15 @@ def test_a_start_finds_the_machine_code_of_the_last_one(module: ModuleType) -> N
         assert closure is None, "numba's cache does not know a closure again in another process"
 
 
-@needs_packing
-@pytest.mark.parametrize("tile", [gemm._tile_of_pairs, gemm._tile_of_floats], ids=["bf16", "fp32"])
-def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(tile: Any) -> None:
+@pytest.mark.parametrize(
+    ("tile", "registers"),
+    [
+        pytest.param(gemm._tile_of_pairs, "zmm", id="bf16", marks=needs_packed_bf16),
+        pytest.param(gemm._tile_of_floats, "zmm", id="fp32", marks=needs_packed_bf16),
+        pytest.param(gemm._avx2_tile, "ymm", id="avx2", marks=needs_packing),
+    ],
+)
+def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(tile: Any, registers: str) -> None:
     """This happens to a tile on its way into a kernel: each function that it becomes a part of is optimised as a
     whole."""
 
@@ -176,7 +186,7 @@ def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(ti
 
     kernel = cfunc(types.void(Words()), error_model="numpy")(lambda words: twice(words))
     code = kernel._library.get_asm_str().splitlines()
-    assert not [line for line in code if "zmm" in line and "(%rsp)" in line], "sums go to memory and back"
+    assert not [line for line in code if registers in line and "(%rsp)" in line], "sums go to memory and back"
 
 
 needs_avx512_bf16 = pytest.mark.skipif(

@@ -23,9 +23,10 @@ from numba.core import cgutils
 from numba.extending import overload
 from torch import Tensor
 
-from twostroke.model.cpu.kernels import amx
+from twostroke.model.cpu.kernels import amx, floats
 from twostroke.model.cpu.kernels.floats import (
     FLOATS,
+    INTS,
     LANES,
     LINE_BYTES,
     BFloat,
@@ -51,12 +52,15 @@ from twostroke.model.cpu.kernels.launch import (
     written_in_llvm,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections import avx2
 
 TILE_ROWS = 6  # need 24 of AVX-512's 32 registers for their sums, which hides the latency of a multiplication
 PANEL_COLUMNS = 64
 STEP_BYTES = 256  # of B: 64 columns of 4 bytes
 VECTORS = PANEL_COLUMNS // LANES
 STEPS_TOGETHER = 4  # unrolled, with one portion of prefetches
+BY_AVX2 = avx2.is_usable() and not torch.cpu._is_avx512_supported()
+"""Whether tiles are those of avx2.py."""
 
 
 def _make_tile(combine: Any, locality: int) -> Any:
@@ -95,6 +99,9 @@ _tile_of_pairs, _tile_of_floats = _make_tile(dot_pairs, 0), _make_tile(multiply_
 _tile_of_pairs_for_few, _tile_of_floats_for_few = _make_tile(dot_pairs, 2), _make_tile(multiply_add, 2)
 
 
+_avx2_tile = avx2.make_tile(STEP_BYTES, STEPS_TOGETHER, 2)
+
+
 def tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
     """c[rows, 64] (+)= a[rows, steps] b[steps, 64], of 1 to TILE_ROWS rows, stored as the kernel's numbers are.
 
@@ -108,6 +115,10 @@ def tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
 @overload(tile)
 def _tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
     is_fp32 = words.stored == types.float32
+    if is_fp32 and BY_AVX2:
+        return lambda words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few: _avx2_tile(
+            rows, a, a_stride, b, steps, c, add, ahead, lines
+        )
     of_few = _tile_of_floats_for_few if is_fp32 else _tile_of_pairs_for_few
     of_many = _tile_of_floats if is_fp32 else _tile_of_pairs
 
@@ -118,6 +129,17 @@ def _tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
             of_many(rows, a, a_stride, b, steps, c, add, ahead, lines)
 
     return chosen
+
+
+def _in_bf16(builder: Any, total: Any, numbers: Any) -> Any:
+    """fp32 rounded to nearest even; elsewhere than on AVX512-BF16 LLVM would call a function that nobody has."""
+    if floats.is_supported():
+        return builder.fptrunc(total, numbers)
+    bits = builder.bitcast(total, INTS)
+    half = ir.Constant(INTS, [16] * LANES)
+    even = builder.and_(builder.lshr(bits, half), ir.Constant(INTS, [1] * LANES))
+    raised = builder.add(builder.add(bits, ir.Constant(INTS, [0x7FFF] * LANES)), even)
+    return builder.bitcast(builder.trunc(builder.lshr(raised, half), ir.VectorType(ir.IntType(16), LANES)), numbers)
 
 
 def _make_finish(kind: Any) -> Any:
@@ -132,7 +154,7 @@ def _make_finish(kind: Any) -> Any:
             )
             total = builder.fadd(left, right)
             numbers = ir.VectorType(kind, LANES)
-            rounded = total if size == 4 else builder.fptrunc(total, numbers)
+            rounded = total if size == 4 else _in_bf16(builder, total, numbers)
             builder.store(rounded, at(builder, out, WIDE(size * LANES * vector), numbers), align=size)
 
     return finish
@@ -166,8 +188,8 @@ def finish_row(sums, bias, out, is_bf16, columns, row, first_column):
 def _multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead):
     """c[rows, 64] (+)= a b, in tiles of about equal height; they ask for the block at `ahead` meanwhile."""
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
-    # A single tile reads straight on, which the cores' own prefetching follows better than ours leads.
-    share = (LINES_TOGETHER + tiles - 1) // tiles if tiles > 1 else 0
+    # A single pass reads straight on, which the cores' own prefetching follows better than ours leads.
+    share = (LINES_TOGETHER + tiles - 1) // tiles if tiles > 1 or (BY_AVX2 and rows > 1) else 0
     first, asked = np.int64(0), np.int64(0)
     for index in range(tiles):
         height = (rows - first + tiles - index - 1) // (tiles - index)
@@ -280,6 +302,8 @@ def block_steps_of(rows):
     """Return the block's steps for register tiles. The block's 256 bytes a step and the next block's should fit the L1
     cache, and the tiles' sums, which are written and read once a block, cost little beside it. Best of 24 to 1024 as
     measured."""
+    if BY_AVX2 and rows > 1:
+        return 32 if rows <= FEW_ROWS else 64
     if rows <= TILE_ROWS:
         return 512
     return 48 if rows <= 2 * TILE_ROWS else 128
