@@ -17,7 +17,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.kernels import floats
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.cpu.kernels.projections import avx2, gemm, packing, quant
+from twostroke.model.cpu.kernels.projections import gemm, packing, quant, short_tiles
 
 ROWS_WIDENED = 256  # of weights, by torch, at a time
 WIDENED_SHARE = 1 / 64
@@ -56,7 +56,7 @@ def is_supported(dtype: torch.dtype) -> bool:
     """Return True if this CPU has the instructions of CpuLinear's kernels: AVX512-BF16 for bf16, AVX2 for fp32."""
     if dtype == torch.bfloat16:
         return floats.is_supported()
-    return dtype == torch.float32 and (avx2.is_usable() or bool(torch.cpu._is_avx512_supported()))
+    return dtype == torch.float32 and (short_tiles.is_usable() or bool(torch.cpu._is_avx512_supported()))
 
 
 def is_quantized_supported(dtype: torch.dtype, in_features: int) -> bool:

@@ -25,10 +25,19 @@ from twostroke.model.cpu.kernels.decode import (
     keep,
     most_segments,
     num_segments,
+    segment_range,
     segment_tokens,
     token_range,
 )
-from twostroke.model.cpu.kernels.floats import exponential, fits_tiles, hyperbolic_tangent, prefetch, widen
+from twostroke.model.cpu.kernels.floats import (
+    LINE_BYTES,
+    exponential,
+    fits_tiles,
+    hyperbolic_tangent,
+    largest,
+    prefetch,
+    widen,
+)
 from twostroke.model.cpu.kernels.launch import (
     Kernels,
     as_cached,
@@ -39,105 +48,178 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.projections.short_tiles import COLUMNS_TOGETHER, LANES, multiply, transpose
 from twostroke.protocol.kv_layout import first_seen
 
 PLAIN_ROWS = 64  # of queries, whose scores are in memory at a time
 
 
+CHUNK_TOKENS = 64
+"""Tokens whose scores are in memory at a time. Chunks begin where their segment does, whatever rows there are."""
+MOST_ROWS, MOST_BYTES = 16, 256 << 10  # of the rows that read KV together, and of their queries and sums
+
+
 @compiled
-def _read(tokens, count, rounded, wide):
-    """wide [rounded, D] = what comes first of tokens [count, D or more], zeros after them."""
+def _linked(tables, contexts, window, block_size, row):
+    """Return True if a row has the block of the row before it where both begin to see."""
+    one, other = np.int64(contexts[row - 1]), np.int64(contexts[row])
+    seen = tiled_prefill.first_seen(window, one - 1), tiled_prefill.first_seen(window, other - 1)
+    block = max(seen[0], seen[1]) // block_size
+    return block * block_size < min(one, other) and tables[row - 1, block] == tables[row, block]
+
+
+@compiled
+def _cut(tables, contexts, window, tokens, block_size, most, starts, first_segments):
+    """Cut the rows into runs of at most `most` that may share blocks, which `starts` gets, with each run's first
+    segment. Return how many runs there are, and the segments of the run that has the most."""
+    rows = contexts.shape[0]
+    runs, most_segments, last = 0, np.int64(1), np.int64(0)
+    for row in range(rows):
+        first, end = segment_range(np.int64(contexts[row]), window, tokens)
+        if runs and row - starts[runs - 1] < most and _linked(tables, contexts, window, block_size, row):
+            first_segments[runs - 1], last = min(first_segments[runs - 1], first), max(last, end)
+        else:
+            starts[runs], first_segments[runs], last = row, first, end
+            runs += 1
+        most_segments = max(most_segments, last - first_segments[runs - 1])
+    starts[runs] = rows
+    return runs, most_segments
+
+
+@compiled
+def _shares(tables, row, first, begins, ends, base, block_size):
+    """Return True if a row has tokens that begin and end no earlier than those of the row before it, and its blocks are
+    those of the rows from `first` on. begins, ends: of rows from `base` on."""
+    here, before = row - base, row - base - 1
+    if begins[here] >= ends[here] or begins[here] < begins[before] or ends[here] < ends[before]:
+        return False
+    for block in range(begins[first - base] // block_size, (ends[before] + block_size - 1) // block_size):
+        if tables[row, block] != tables[row - 1, block]:
+            return False
+    return True
+
+
+@compiled
+def _read(kv, table, kind, head, start, begin, end, block_size, wide):
+    """wide [CHUNK_TOKENS, D or more], which begins at the token `start`, gets what comes first of the tokens `begin` to
+    `end` of one kind and head, in fp32."""
+    token, width = begin, min(wide.shape[1], kv.shape[4])
+    while token < end:
+        block, offset = table[token // block_size], token % block_size
+        count = min(block_size - offset, end - token)
+        for i in range(count):
+            for j in range(width):
+                wide[token - start + i, j] = widen(kv[block, kind, head, offset + i, j])
+        token += count
+
+
+@compiled
+def _ask_for(kv, table, kind, head, begin, end, block_size):
+    """Ask for the blocks of the tokens `begin` to `end` of one kind and head: such short runs are no stream to a CPU."""
+    run_bytes = block_size * kv.shape[4] * kv.itemsize
+    for index in range(begin // block_size, (end + block_size - 1) // block_size):
+        run = ((np.int64(table[index]) * kv.shape[1] + kind) * kv.shape[2] + head) * run_bytes
+        for line in range(0, run_bytes, LINE_BYTES):
+            prefetch(kv.ctypes.data + run + line)
+
+
+@compiled
+def _soften(scores, cap, best, weight_sum, mixed):
+    """Make probabilities of a query's scores; returns the maximum and the sum of weights so far, by which `mixed` is
+    scaled."""
+    count = scores.shape[0]
+    if cap > 0:
+        for token in range(count):
+            scores[token] = cap * hyperbolic_tangent(scores[token] / cap)
+    highest = max(best, largest(scores, count))
+    if highest > best:
+        shrink = exponential(best - highest)
+        weight_sum *= shrink
+        for i in range(mixed.shape[0]):
+            mixed[i] *= shrink
+    total = np.float32(0)
     for token in range(count):
-        for i in range(wide.shape[1]):
-            wide[token, i] = widen(tokens[token, i])
-    for token in range(count, rounded):
-        for i in range(wide.shape[1]):
-            wide[token, i] = np.float32(0)
+        probability = exponential(scores[token] - highest)
+        scores[token] = probability
+        total += probability
+    return highest, weight_sum + total
 
 
 @compiled
-def _attend(queries, kv, head, table, begin, context, block_size, cap, mixed, best, weight_sum):
-    """queries fp32 [R, D], scaled; kv [blocks, kinds, G, block_size, D or more]; table int32; tokens `begin` to
-    `context`; `cap` is 0 where there is none. Results fp32: sums [R, V], maxima and sums of weights [R].
+def _mix(scores, wide, group, begins, ends, start, mixed):
+    """mixed [rows group, V] += probabilities [rows group, CHUNK_TOKENS] times the values `wide` of the chunk at `start`.
 
-    Four tokens share a pass over the head dimension: with one, the loops' own cost is most of the time.
+    Tokens that all rows attend to are one product; each row adds those before and behind by itself, in their order.
     """
-    group, dim = queries.shape
-    mixed_dim = mixed.shape[1]
+    rows, columns = begins.shape[0], mixed.shape[1]
+    low, high = np.int64(0), np.int64(CHUNK_TOKENS)
+    for row in range(rows):
+        low, high = max(low, begins[row] - start), min(high, ends[row] - start)
+    if low >= high:
+        low = high = np.int64(CHUNK_TOKENS)
+    for part in range(3):
+        together = rows if part == 1 else 1
+        for row in range(0, rows, together):
+            begin, end = low, high
+            if part == 0:
+                begin, end = max(np.int64(0), begins[row] - start), min(low, ends[row] - start)
+            elif part == 2:
+                begin, end = high, min(np.int64(CHUNK_TOKENS), ends[row] - start)
+            if begin < end:
+                a, b = scores[row * group, begin:].ctypes.data, wide[begin].ctypes.data
+                c, stride = mixed[row * group].ctypes.data, 4 * columns
+                multiply(
+                    together * group, a, 4 * CHUNK_TOKENS, b, 4 * wide.shape[1], end - begin, c, stride, columns, 1
+                )
+
+
+@compiled
+def _attend(queries, kv, head, table, base, begins, ends, block_size, cap, scratch, state):
+    """queries fp32 [rows group, D], scaled; kv [blocks, kinds, G, block_size, D or more]; table int32, of all rows,
+    of which each attends to its tokens begins[row] to ends[row] of a segment that starts at `base`; `cap` is 0 where
+    there is none. scratch: scores, keys turned round, a chunk's keys or values. state, fp32: sums
+    [rows group, V or more], maxima and sums of weights [rows group].
+
+    A row's results have the same bits whatever rows there are beside it.
+    """
+    scores, turned, wide = scratch
+    mixed, best, weight_sum = state
+    rows, group, dim = begins.shape[0], queries.shape[0] // begins.shape[0], queries.shape[1]
     best[:] = np.float32(-np.inf)
     weight_sum[:] = np.float32(0)
     mixed[:] = np.float32(0)
-    scores = np.zeros((group, block_size + 3), np.float32)
-    wide = np.empty((block_size + 3, dim), np.float32)  # keys, then values, of one block in fp32
-    blocks, kinds = (context + block_size - 1) // block_size, kv.shape[1]
-    run_bytes = block_size * kv.shape[4] * kv.itemsize
-    for index in range(begin // block_size, blocks):
-        block = table[index]
-        if index + 1 < blocks:
-            # A head's part of a block is too short for the hardware to see a stream in it.
-            following = kv.ctypes.data + (np.int64(table[index + 1]) * kinds * kv.shape[2] + head) * run_bytes
-            for line in range(0, run_bytes, 64):
-                prefetch(following + line)
-                if kinds > 1:
-                    prefetch(following + kv.shape[2] * run_bytes + line)
-        outside = max(0, begin - index * block_size)
-        count = min(block_size, context - index * block_size)
-        rounded = (count + 3) // 4 * 4
-        _read(kv[block, 0, head], count, rounded, wide)
-        for query in range(group):
-            for token in range(0, rounded, 4):
-                first, second, third, fourth = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                for i in range(dim):
-                    value = queries[query, i]
-                    first += value * wide[token, i]
-                    second += value * wide[token + 1, i]
-                    third += value * wide[token + 2, i]
-                    fourth += value * wide[token + 3, i]
-                scores[query, token] = first
-                scores[query, token + 1] = second
-                scores[query, token + 2] = third
-                scores[query, token + 3] = fourth
-        for query in range(group):
-            if cap > 0:
-                for token in range(outside, count):
-                    scores[query, token] = cap * hyperbolic_tangent(scores[query, token] / cap)
-            highest = best[query]
-            for token in range(outside, count):
-                highest = max(highest, scores[query, token])
-            if highest > best[query]:
-                shrink = exponential(best[query] - highest)
-                best[query] = highest
-                weight_sum[query] *= shrink
-                for i in range(mixed_dim):
-                    mixed[query, i] *= shrink
-            total = np.float32(0)
-            for token in range(outside, count):
-                probability = exponential(scores[query, token] - highest)
-                scores[query, token] = probability
-                total += probability
-            weight_sum[query] += total
-            for token in range(outside):
-                scores[query, token] = np.float32(0)
-            for token in range(count, rounded):
-                scores[query, token] = np.float32(0)
-        if kinds > 1:
-            _read(kv[block, 1, head], count, rounded, wide)
-        for query in range(group):
-            for token in range(0, rounded, 4):
-                first, second = scores[query, token], scores[query, token + 1]
-                third, fourth = scores[query, token + 2], scores[query, token + 3]
-                for i in range(mixed_dim):
-                    mixed[query, i] += (
-                        first * wide[token, i]
-                        + second * wide[token + 1, i]
-                        + third * wide[token + 2, i]
-                        + fourth * wide[token + 3, i]
+    last = ends[rows - 1]
+    for start in range(base + (begins[0] - base) // CHUNK_TOKENS * CHUNK_TOKENS, last, CHUNK_TOKENS):
+        begin, end = max(start, begins[0]), min(start + CHUNK_TOKENS, last)
+        following = min(start + 2 * CHUNK_TOKENS, last)
+        _read(kv, table, 0, head, start, begin, end, block_size, wide)
+        if kv.shape[1] > 1:
+            _ask_for(kv, table, 1, head, begin, end, block_size)
+        for token in range((begin - start) // LANES * LANES, end - start, LANES):
+            for i in range(0, dim, LANES):
+                source, target = wide[token, i:].ctypes.data, turned[i, token:].ctypes.data
+                transpose(source, 4 * wide.shape[1], target, 4 * CHUNK_TOKENS)
+        columns = (end - start + COLUMNS_TOGETHER - 1) // COLUMNS_TOGETHER * COLUMNS_TOGETHER
+        stride, place = 4 * CHUNK_TOKENS, scores.ctypes.data
+        multiply(rows * group, queries.ctypes.data, 4 * dim, turned.ctypes.data, stride, dim, place, stride, columns, 0)
+        for row in range(rows):
+            first, behind = max(begins[row] - start, np.int64(0)), min(ends[row] - start, np.int64(CHUNK_TOKENS))
+            if first < behind:
+                for query in range(row * group, (row + 1) * group):
+                    best[query], weight_sum[query] = _soften(
+                        scores[query, first:behind], cap, best[query], weight_sum[query], mixed[query]
                     )
+        if kv.shape[1] > 1:
+            _read(kv, table, 1, head, start, begin, end, block_size, wide)
+        _ask_for(kv, table, 0, head, end, following, block_size)
+        _mix(scores, wide, group, begins, ends, start, mixed)
 
 
 @Kernels
 def _decode(words):
-    """words: as those of tiled_decode.decode; an item has one KV head."""
+    """words: as those of tiled_decode.decode, but for the number of threads in place of an item's KV heads. An item is
+    a KV head and segment of some rows that stand next to one another and have blocks in common, such as the drafts of
+    one sequence: what they share of the segment is read once for all of them."""
     heads, kv_heads, dim, block_size, sequences = words[8], words[9], words[10], words[11], words[15]
     tokens, most, window, group, mixed_dim = words[16], words[17], words[19], heads // kv_heads, words[22]
     scale, cap = float_of_bits(np.uint32(words[14])), float_of_bits(np.uint32(words[20]))
@@ -145,19 +227,48 @@ def _decode(words):
     kv = carray(as_cached(words, words[4]), (words[12], words[21], kv_heads, block_size, words[23]))
     tables = carray(as_short_integers(words[6]), (sequences, words[13]))
     contexts = carray(as_short_integers(words[7]), (sequences,))
-    queries, mixed = np.empty((group, dim), np.float32), np.empty((group, mixed_dim), np.float32)
-    best, weight_sum = np.empty(group, np.float32), np.empty(group, np.float32)
-    segments = num_segments(contexts, window, tokens)
-    for item in taken(words, sequences * kv_heads * segments):
-        pair, segment = item // segments, item % segments
-        sequence, head = pair // kv_heads, pair % kv_heads
-        begin, end = token_range(np.int64(contexts[sequence]), window, tokens, segment)
-        if begin < end:
-            for query in range(group):
+    columns = (mixed_dim + COLUMNS_TOGETHER - 1) // COLUMNS_TOGETHER * COLUMNS_TOGETHER
+    width = max((dim + LANES - 1) // LANES * LANES, columns)
+    # As many rows together as leave two items for each thread.
+    items = sequences * kv_heads * num_segments(contexts, window, tokens)
+    together = max(np.int64(1), min(items // (2 * words[18]), MOST_ROWS, MOST_BYTES // (4 * group * (dim + columns))))
+    starts, first_segments = np.empty(sequences + 1, np.int64), np.empty(sequences, np.int64)
+    runs, segments = _cut(tables, contexts, window, tokens, block_size, together, starts, first_segments)
+    most_queries = together * group
+    queries, mixed = np.empty((most_queries, dim), np.float32), np.empty((most_queries, columns), np.float32)
+    best, weight_sum = np.empty(most_queries, np.float32), np.empty(most_queries, np.float32)
+    scores = np.empty((most_queries, CHUNK_TOKENS), np.float32)
+    turned, wide = np.zeros((width, CHUNK_TOKENS), np.float32), np.zeros((CHUNK_TOKENS, width), np.float32)
+    begins, ends = np.empty(together, np.int64), np.empty(together, np.int64)
+    for item in taken(words, runs * kv_heads * segments):
+        run, head, segment = item // segments // kv_heads, item // segments % kv_heads, item % segments
+        base, end_of_run, segment = starts[run], starts[run + 1], first_segments[run] + segment
+        for row in range(base, end_of_run):
+            first, _ = segment_range(np.int64(contexts[row]), window, tokens)
+            begins[row - base], ends[row - base] = token_range(np.int64(contexts[row]), window, tokens, segment - first)
+        row = base
+        while row < end_of_run:
+            first, row = row, row + 1
+            if begins[first - base] >= ends[first - base]:
+                continue
+            while row < end_of_run and _shares(tables, row, first, begins, ends, base, block_size):
+                row += 1
+            count = (row - first) * group
+            for query in range(count):
                 for i in range(dim):
-                    queries[query, i] = widen(q[sequence, head * group + query, i]) * scale
-            _attend(queries, kv, head, tables[sequence], begin, end, block_size, cap, mixed, best, weight_sum)
-            keep(words[5], pair * most + segment, group, mixed_dim, mixed, best, weight_sum)
+                    value = q[first + query // group, head * group + query % group, i]
+                    queries[query, i] = widen(value) * scale
+            state = mixed[:count], best[:count], weight_sum[:count]
+            seen = begins[first - base : row - base], ends[first - base : row - base]
+            scratch = scores, turned, wide
+            _attend(
+                queries[:count], kv, head, tables[row - 1], segment * tokens, *seen, block_size, cap, scratch, state
+            )
+            for of in range(first, row):
+                own, behind = (of - first) * group, (of - first + 1) * group
+                number, _ = segment_range(np.int64(contexts[of]), window, tokens)
+                place = (of * kv_heads + head) * most + segment - number
+                keep(words[5], place, group, mixed_dim, mixed[own:behind], best[own:behind], weight_sum[own:behind])
 
 
 def decode_attention(
@@ -184,13 +295,24 @@ def decode_attention(
     use_tiles = q.dtype == torch.bfloat16 and all(fits_tiles(width, block_size) for width in (dim, mixed_dim))
     enough = count >= tiled_decode.SEQUENCES_A_THREAD * torch.get_num_threads()
     heads_together = kv_heads if use_tiles and enough else 1
+    threads = torch.get_num_threads()
     launcher.run(
         (tiled_decode.decode if use_tiles else _decode).of(q.dtype, kv_layer.dtype),
         count * kv_heads // heads_together * segments,
         1,
         *(q, kv_layer, partials, layout.block_tables, layout.context_lens),
         *(heads, kv_heads, dim, block_size, num_blocks, layout.block_tables.shape[1], form.cached_scale),
-        *(count, tokens, segments, heads_together, window, form.soft_cap, kinds, mixed_dim, row),
+        *(
+            count,
+            tokens,
+            segments,
+            heads_together if use_tiles else threads,
+            window,
+            form.soft_cap,
+            kinds,
+            mixed_dim,
+            row,
+        ),
     )
     combine(launcher, partials, layout.context_lens, kv_heads, block_size, window, form, out[:count], log_sums)
 

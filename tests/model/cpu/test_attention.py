@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -96,6 +97,74 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, groups: i
         torch.set_num_threads(1)
     assert torch.equal(alone, shared)
     check(shared, case)
+
+
+SHARING = {
+    "drafts": ([list(range(600, 613)), [40], [1, 2, 3]], 0),
+    "drafts around the ends of a block, a chunk of scores and a segment": ([list(range(505, 530)), [65, 66]], 0),
+    "drafts of which one is missing": ([[90, 91, 95, 93, 94]], 0),
+    "a common prefix": ([[1300], [700], [1301]], 528),
+    "drafts behind a common prefix": ([[700, 701, 702], [600], [540, 541]], 528),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+@pytest.mark.parametrize(
+    ("window", "cap", "has_sinks"), [(0, 0.0, False), (37, 5.0, True), (513, 0.0, False), (-64, 0.0, False)]
+)
+@pytest.mark.parametrize(("heads", "groups", "dim", "block_size"), [(6, 2, 64, 16), (2, 2, 40, 33), (8, 1, 72, 48)])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8"])
+def test_rows_that_share_blocks_have_the_bits_that_they_have_alone(
+    kind: str, heads: int, groups: int, dim: int, block_size: int, window: int, cap: float, has_sinks: bool, case: str
+) -> None:
+    """Of a row's context, tokens behind it are broken, as a draft that fails may leave them."""
+    contexts, prefix = SHARING[case]
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    shape: dict[str, Any] = {"heads": heads, "groups": groups, "dim": dim, "block_size": block_size, "dtype": dtype}
+    longest = paged_case([(1, max(rows)) for rows in contexts], **shape)
+    if kind == "fp8":
+        longest = in_fp8(longest)
+    tables = longest.layout.block_tables
+    tables[:, : prefix // block_size] = tables[0, : prefix // block_size].clone()
+    lens = torch.tensor([context for rows in contexts for context in rows], dtype=torch.int32)
+    tables = torch.repeat_interleave(tables, torch.tensor([len(rows) for rows in contexts]), dim=0)
+    places = torch.zeros(len(lens), dtype=torch.int64)
+    layout = BatchLayout.of_decodes(lens.long() - 1, places, lens, tables, int(lens.max()))
+    q = torch.randn((len(lens), heads, dim), generator=torch.Generator().manual_seed(1)).to(dtype) * 3
+    form = form_of(replace(longest, q=q), window, cap, has_sinks)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            together = decoded(PagedCase(q, longest.kv_layer, layout, form), form)
+        finally:
+            torch.set_num_threads(1)
+        assert together.isfinite().all()
+        for row in range(len(lens)):
+            one = BatchLayout.of_decodes(*(of[row : row + 1] for of in (places, places, lens, tables)), int(lens[row]))
+            alone = decoded(PagedCase(q[row : row + 1], longest.kv_layer, one, form), form)
+            assert torch.equal(alone[0], together[row]), row
+    # The last token of the longest context of a sequence: no other row of it may be touched by it.
+    last = int(lens.argmax())
+    block = int(tables[last, (int(lens[last]) - 1) // block_size])
+    longest.kv_layer[block, :, :, (int(lens[last]) - 1) % block_size] = float("nan")
+    broken = decoded(PagedCase(q, longest.kv_layer, layout, form), form)
+    others = [row for row in range(len(lens)) if row != last]
+    assert broken[last].isnan().all()
+    assert torch.equal(broken[others], together[others])
+
+
+def test_rows_are_cut_into_runs_where_their_blocks_differ() -> None:
+    tables = torch.tensor([[1, 2, 3], [1, 2, 0], [4, 5, 6], [4, 7, 0], [0, 7, 8]], dtype=torch.int32).numpy()
+    contexts = torch.tensor([40, 32, 33, 20, 40], dtype=torch.int32).numpy()
+
+    def cut(window: int, most: int) -> list[int]:
+        starts, firsts = np.zeros(6, np.int64), np.zeros(5, np.int64)
+        runs, _ = cpu_attention._cut(tables, contexts, window, 16, 16, most, starts, firsts)
+        return starts[: runs + 1].tolist()
+
+    assert cut(100, 16) == [0, 2, 4, 5]
+    assert cut(16, 16) == [0, 2, 3, 5]  # of what they see, the last two have a block in common, and those before not
+    assert cut(100, 1) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.usefixtures("on_each_unit")

@@ -169,7 +169,7 @@ def test_a_start_finds_the_machine_code_of_the_last_one(module: ModuleType) -> N
     [
         pytest.param(gemm._tile_of_pairs, "zmm", id="bf16", marks=needs_packed_bf16),
         pytest.param(gemm._tile_of_floats, "zmm", id="fp32", marks=needs_packed_bf16),
-        pytest.param(gemm._avx2_tile, "ymm", id="avx2", marks=needs_packing),
+        pytest.param(gemm._short_tile, "ymm", id="avx2", marks=needs_packing),
     ],
 )
 def test_a_tile_that_is_optimised_again_and_again_keeps_its_sums_in_registers(tile: Any, registers: str) -> None:

@@ -52,15 +52,15 @@ from twostroke.model.cpu.kernels.launch import (
     written_in_llvm,
 )
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.cpu.kernels.projections import avx2
+from twostroke.model.cpu.kernels.projections import short_tiles
 
 TILE_ROWS = 6  # need 24 of AVX-512's 32 registers for their sums, which hides the latency of a multiplication
 PANEL_COLUMNS = 64
 STEP_BYTES = 256  # of B: 64 columns of 4 bytes
 VECTORS = PANEL_COLUMNS // LANES
 STEPS_TOGETHER = 4  # unrolled, with one portion of prefetches
-BY_AVX2 = avx2.is_usable() and not torch.cpu._is_avx512_supported()
-"""Whether tiles are those of avx2.py."""
+USES_SHORT_TILES = short_tiles.is_usable() and not torch.cpu._is_avx512_supported()
+"""Whether tiles are those of short_tiles.py."""
 
 
 def _make_tile(combine: Any, locality: int) -> Any:
@@ -99,7 +99,7 @@ _tile_of_pairs, _tile_of_floats = _make_tile(dot_pairs, 0), _make_tile(multiply_
 _tile_of_pairs_for_few, _tile_of_floats_for_few = _make_tile(dot_pairs, 2), _make_tile(multiply_add, 2)
 
 
-_avx2_tile = avx2.make_tile(STEP_BYTES, STEPS_TOGETHER, 2)
+_short_tile = short_tiles.make_panel_tile(PANEL_COLUMNS, 2)
 
 
 def tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
@@ -115,8 +115,8 @@ def tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
 @overload(tile)
 def _tile(words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few):
     is_fp32 = words.stored == types.float32
-    if is_fp32 and BY_AVX2:
-        return lambda words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few: _avx2_tile(
+    if is_fp32 and USES_SHORT_TILES:
+        return lambda words, rows, a, a_stride, b, steps, c, add, ahead, lines, are_few: _short_tile(
             rows, a, a_stride, b, steps, c, add, ahead, lines
         )
     of_few = _tile_of_floats_for_few if is_fp32 else _tile_of_pairs_for_few
@@ -189,7 +189,7 @@ def _multiply_block(words, rows, a, a_stride, b, steps, c, add, ahead):
     """c[rows, 64] (+)= a b, in tiles of about equal height; they ask for the block at `ahead` meanwhile."""
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     # A single pass reads straight on, which the cores' own prefetching follows better than ours leads.
-    share = (LINES_TOGETHER + tiles - 1) // tiles if tiles > 1 or (BY_AVX2 and rows > 1) else 0
+    share = (LINES_TOGETHER + tiles - 1) // tiles if tiles > 1 or (USES_SHORT_TILES and rows > 1) else 0
     first, asked = np.int64(0), np.int64(0)
     for index in range(tiles):
         height = (rows - first + tiles - index - 1) // (tiles - index)
@@ -302,7 +302,7 @@ def block_steps_of(rows):
     """Return the block's steps for register tiles. The block's 256 bytes a step and the next block's should fit the L1
     cache, and the tiles' sums, which are written and read once a block, cost little beside it. Best of 24 to 1024 as
     measured."""
-    if BY_AVX2 and rows > 1:
+    if USES_SHORT_TILES and rows > 1:
         return 32 if rows <= FEW_ROWS else 64
     if rows <= TILE_ROWS:
         return 512
