@@ -2,7 +2,8 @@
 
 Decode (one query a sequence) walks each block table once, with the online softmax of FlashAttention (Dao et al. 2022):
 every key and value is read once for all query heads of its group. In bf16, where the CPU has the instructions and the
-shape fits, decode.py does so in tiles, elsewhere a kernel here.
+shape fits, decode.py does so in tiles, elsewhere a kernel here, which also reads blocks once that neighbouring rows
+share, such as the drafts of a sequence or requests with a common prefix.
 Prefill chunks, sequence by sequence: flash attention, ours under the same conditions (prefill.py), else torch's over a
 gathered context.
 Reference: model/reference.py.
@@ -115,7 +116,7 @@ def _read(kv, table, kind, head, start, begin, end, block_size, wide):
 
 @compiled
 def _ask_for(kv, table, kind, head, begin, end, block_size):
-    """Ask for the blocks of the tokens `begin` to `end` of one kind and head: such short runs are no stream to a CPU."""
+    """Ask for the blocks of the tokens `begin` to `end` of one kind and head: a CPU sees no stream in short runs."""
     run_bytes = block_size * kv.shape[4] * kv.itemsize
     for index in range(begin // block_size, (end + block_size - 1) // block_size):
         run = ((np.int64(table[index]) * kv.shape[1] + kind) * kv.shape[2] + head) * run_bytes
@@ -147,7 +148,7 @@ def _soften(scores, cap, best, weight_sum, mixed):
 
 @compiled
 def _mix(scores, wide, group, begins, ends, start, mixed):
-    """mixed [rows group, V] += probabilities [rows group, CHUNK_TOKENS] times the values `wide` of the chunk at `start`.
+    """Add probabilities [rows group, CHUNK_TOKENS] times the values `wide` of the chunk at `start` to `mixed`.
 
     Tokens that all rows attend to are one product; each row adds those before and behind by itself, in their order.
     """

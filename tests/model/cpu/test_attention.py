@@ -117,7 +117,7 @@ SHARING = {
 def test_rows_that_share_blocks_have_the_bits_that_they_have_alone(
     kind: str, heads: int, groups: int, dim: int, block_size: int, window: int, cap: float, has_sinks: bool, case: str
 ) -> None:
-    """Of a row's context, tokens behind it are broken, as a draft that fails may leave them."""
+    """The last row's own token is broken in the end, as a draft that fails may leave it."""
     contexts, prefix = SHARING[case]
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     shape: dict[str, Any] = {"heads": heads, "groups": groups, "dim": dim, "block_size": block_size, "dtype": dtype}

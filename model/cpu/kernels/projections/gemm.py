@@ -60,7 +60,7 @@ STEP_BYTES = 256  # of B: 64 columns of 4 bytes
 VECTORS = PANEL_COLUMNS // LANES
 STEPS_TOGETHER = 4  # unrolled, with one portion of prefetches
 USES_SHORT_TILES = short_tiles.is_usable() and not torch.cpu._is_avx512_supported()
-"""Whether tiles are those of short_tiles.py."""
+"""True where fp32's tiles are those of short_tiles.py."""
 
 
 def _make_tile(combine: Any, locality: int) -> Any:
