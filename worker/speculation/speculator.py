@@ -34,6 +34,8 @@ from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCor
 GAP_S, SEARCH_S, FORCED_S = 0.0006, 10e-6, 150e-6
 """Seconds that the engine waits for the event loop where a step is not scheduled ahead, more for each request, and more
 for each whose grammar's forced text is looked for."""
+FORCED_SHARE = 0.1
+"""Share of a step that may pass while grammars' forced text is looked for; requests beyond go on without."""
 PATIENCE, SELDOM = 16, 4
 """Requests whose text has repeated nothing for so many tokens are searched at each fourth token alone."""
 LEAST_CHANCE = 0.05
@@ -203,12 +205,12 @@ class Speculator:
         costs = self._costs()
         if costs is None or room <= 0:
             return False
+        plain_s = _step_s(costs, decodes)
+        num_forced = _follow_grammars(decodes, plain_s)
         drafts = [draft for job in decodes if (draft := self._draft(job, job.num_drawing)) is not None]
         if not drafts:
             return False
         taken, step_s, expected = self._fill(drafts, decodes, costs, room)
-        num_forced = sum(job.sequence.forced_text is not None for job in decodes)
-        plain_s = _step_s(costs, decodes)
         waited_s = step_s + GAP_S + SEARCH_S * len(decodes) + FORCED_S * num_forced
         return bool(taken) and (len(decodes) + expected) * plain_s > len(decodes) * waited_s
 
@@ -217,6 +219,7 @@ class Speculator:
         costs = self._costs()
         if costs is None or room <= 0:
             return {}
+        _follow_grammars(decodes, _step_s(costs, decodes))
         drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
         self._row_costs.forget()
         taken, _, _ = self._fill(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)
@@ -324,6 +327,16 @@ def speculator_of(
     A model with states has none: a state takes one token after the other, and a step's rows come at once.
     """
     return Speculator(config, costs, safety) if config.is_on and STATE_WINDOW not in groups.windows else None
+
+
+def _follow_grammars(decodes: Sequence[WorkerJob], plain_s: float) -> int:
+    """Return for how many requests forced text is looked for: as many as a step of `plain_s` has time for, first come
+    first served. The others go on without it to their ends."""
+    following = [job for job in decodes if job.sequence.forced_text is not None]
+    most = int(FORCED_SHARE * plain_s / FORCED_S)
+    for job in following[most:]:
+        job.sequence.forced_text = None
+    return min(len(following), most)
 
 
 def _most_useful(job: WorkerJob) -> int:

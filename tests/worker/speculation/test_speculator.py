@@ -15,7 +15,7 @@ from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.sequence import SequenceState
 from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
 from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.speculator import RequestPredictor
+from twostroke.worker.speculation.speculator import FORCED_S, FORCED_SHARE, RequestPredictor
 
 CHEAP = StepCosts(0.010, 0.001, 0.0, 0.0005, 0.0)
 DEAR = StepCosts(0.0001, 0.001, 0.0, 0.010, 0.0)
@@ -190,6 +190,19 @@ def test_text_that_is_soon_forced_is_waited_for(soon: list[float], is_empty: boo
     job.sequence.forced_text = ForcedTokens((), soon)  # type: ignore[assignment]
     rig.end(rig.schedule())
     assert rig.scheduler.schedule(rig.schedule()).is_empty == is_empty
+
+
+def test_forced_text_is_looked_for_in_a_tenth_of_a_step_and_no_longer() -> None:
+    """The first requests go on with theirs."""
+    rig = a_rig(num_blocks=512)
+    jobs = [rig.add(5, 60, first=1000 * number) for number in range(30)]
+    for job in jobs:
+        job.sequence.forced_text = ForcedTokens(())  # type: ignore[assignment]
+    drafts_of(rig, 3)
+    num_followed = int(FORCED_SHARE * (CHEAP.reading_s(30) + CHEAP.decode_s(30, 0)) / FORCED_S)
+    followed = [job.sequence.forced_text is not None for job in jobs]
+    assert 5 < sum(followed) <= num_followed < 30
+    assert followed == sorted(followed, reverse=True)
 
 
 def test_prompts_get_their_tokens_and_time_beside_drafts() -> None:
