@@ -112,6 +112,11 @@ def add_repeated(parser: argparse._ArgumentGroup, more: str = "") -> None:
     )
 
 
+def with_repeated(profile: WorkerProfile, arguments: argparse.Namespace) -> WorkerProfile:
+    """Return the worker for the workload that was asked for."""
+    return profile if arguments.repeated is None else msgspec.structs.replace(profile, repeated=arguments.repeated)
+
+
 def share_of(text: str) -> float:
     """An argument's type."""
     try:
@@ -262,17 +267,15 @@ def _kinds(arguments: argparse.Namespace, request: PlanRequest) -> list[WorkerPr
     if arguments.costs is not None:
         return [_measured(arguments, workload, request.promise)]
     hardware, quantizations = list(request.hardware.values()), _quantizations(arguments)
-    repeated = arguments.repeated or 0.0
-    check_floors(shape, hardware, quantizations, workload, request.promise, terms, repeated)
+    check_floors(shape, hardware, quantizations, workload, request.promise, terms, arguments.repeated or 0.0)
     profiles = [profile for one in hardware for profile in profiles_of(shape, one, quantizations, workload, terms)]
     if not profiles:
         raise nowhere(shape, hardware, workload, terms)
-    return [msgspec.structs.replace(one, repeated=repeated) for one in profiles]
+    return [with_repeated(one, arguments) for one in profiles]
 
 
 def _measured(arguments: argparse.Namespace, workload: Workload, promise: SLOTargets) -> WorkerProfile:
-    known = profile_of(arguments.costs)
-    known = msgspec.structs.replace(known, repeated=arguments.repeated or known.repeated)
+    known = with_repeated(profile_of(arguments.costs), arguments)
     prices = _prices(arguments.price)
     if workload.longest > known.kv_tokens:
         raise ConfigError(

@@ -36,7 +36,7 @@ from twostroke.model.published.hardware import hardware_of
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import plan_for
-from twostroke.planning.commands.plan import add_repeated
+from twostroke.planning.commands.plan import add_repeated, with_repeated
 from twostroke.planning.costs.profiles import PROFILES, among_busy, profile_of
 from twostroke.planning.layouts import TRIED_MODES, Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
@@ -232,7 +232,7 @@ def _by_profile(arguments: argparse.Namespace, found: Found) -> None:
         profile = among_busy(profile_of(arguments.costs))
     else:
         profile = gpu_profile(arguments.gpu, arguments.model, found.sample)
-    profile = msgspec.structs.replace(profile, repeated=arguments.repeated or profile.repeated)
+    profile = with_repeated(profile, arguments)
     for mode in arguments.modes:
         candidate = candidate_of(mode, arguments, arguments.prefill + arguments.decode)
         found.layouts[mode] = candidate.layout({"prefill": profile, "decode": profile})

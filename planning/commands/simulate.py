@@ -45,7 +45,7 @@ from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
-from twostroke.planning.commands.plan import add_repeated
+from twostroke.planning.commands.plan import add_repeated, with_repeated
 from twostroke.planning.costs.profiles import PROFILES, profile_of
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
 from twostroke.planning.layouts import Layout, mode_of, router_settings
@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.kv_tokens < BLOCK_TOKENS:
             raise ConfigError(f"--kv-tokens {arguments.kv_tokens}: less than a block of {BLOCK_TOKENS} tokens")
         profile = msgspec.structs.replace(profile, kv_tokens=arguments.kv_tokens)
-    profile = msgspec.structs.replace(profile, repeated=arguments.repeated or profile.repeated)
+    profile = with_repeated(profile, arguments)
     plan = _plan(arguments)
     prefill, decode = _counts(arguments, config)
     layout = Layout(mode_of(prefill, config.router), profile, decode, profile if prefill else None, prefill)

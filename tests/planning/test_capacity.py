@@ -73,6 +73,15 @@ def test_405b_without_a_cache_is_told_with_its_heads_and_as_mha(capsys: pytest.C
     assert {row["heads"] for row in found["without_kv_cache"]} == {"as they are"}
 
 
+def test_a_batch_keeps_a_promise_longer_where_answers_repeat_earlier_text(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("Llama-3.1-8B", "--gpu", "h100-80gb", "--tpot", "0.012", "--context", "2048")
+    plain, drafted = told(capsys, *asked), told(capsys, *asked, "--repeated", "0.6")
+    assert drafted["requests"][0]["expected_in_tpot"] > 1.5 * plain["requests"][0]["expected_in_tpot"]
+    assert drafted["floors"][0]["tpot_expected_s"] < 0.7 * plain["floors"][0]["tpot_expected_s"]
+    assert drafted["sweep"][0]["tokens_per_s"] > 1.5 * plain["sweep"][0]["tokens_per_s"]
+    assert drafted["floors"][0]["tpot_floor_s"] == plain["floors"][0]["tpot_floor_s"]
+
+
 def test_bare_numbers_tell_kv_and_what_more_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capacity", *NUMBERS, "--context", "4096"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()

@@ -86,6 +86,18 @@ def test_measured_workers_are_planned_and_simulated(capsys: pytest.CaptureFixtur
     assert best["goodput_rps"] == max(best["goodput_rps"], *(one["goodput_rps"] for one in told["runners_up"]))
 
 
+def test_a_promise_below_a_plain_steps_time_is_planned_for_answers_that_repeat_earlier_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("plan", "bundled", "--costs", "8b-h100-floor", "--gpus", "2", *FIXED, "--json")
+    promise = ("--slo", "ttft_p90_s=1,tpot_p90_s=0.006")
+    assert main([*asked, *promise]) == 2
+    assert "below the floor of 0.0073" in capsys.readouterr().err
+    best = planned(capsys, *asked[1:-1], *promise, "--repeated", "0.6")["best"]
+    assert best["simulated"]
+    assert best["goodput_rps"] > 1
+
+
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> None:
     profile = WorkerProfile(

@@ -124,6 +124,7 @@ def test_a_gpu_is_a_worker_as_the_planner_knows_it() -> None:
         (("--slo", "ttft=1", "--costs", "160m-cpu", "--gpu", "h100-80gb"), "--costs and --gpu"),
         (("--slo", "ttft=1", "--costs", "160m-cpu", "--config", "x.yaml"), "--config"),
         (("--slo", "ttft=1", "--modes", "hybrid"), "--modes"),
+        (("--slo", "ttft=1", "--repeated", "0.5"), "--repeated: is measured"),
         (("--slo", "ttft=1", "--seconds", "2"), "--warm-up"),
     ],
 )

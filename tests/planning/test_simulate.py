@@ -43,6 +43,15 @@ def test_the_last_line_has_the_figures_and_a_seed_repeats_them(events: str, caps
     assert same == once_more != another
 
 
+@pytest.mark.parametrize("events", ["exact", "coarse"])
+def test_answers_that_repeat_earlier_text_come_sooner(events: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--fleet", "decode=1", "--requests", "20", "--output-tokens", "100", "--rate", "1", "--events", events)
+    plain, drafted = (simulated(capsys, *asked, "--repeated", share)["tpot_p50_s"] for share in ("0", "0.7"))
+    assert isinstance(plain, float)
+    assert isinstance(drafted, float)
+    assert drafted < 0.75 * plain
+
+
 def test_a_worker_that_crashes_costs_no_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     faults = tmp_path / "faults.json"
     faults.write_text('[{"at_s": 1.0, "role": "decode"}]')
@@ -88,6 +97,10 @@ class _nothing:
     ("arguments", "told"),
     [
         (("--rate", "0.01", "--seconds", "10"), "no request comes in that time"),
+        (
+            ("--requests", "9", "--baselines", "--repeated", "0.5"),
+            "--repeated: the ways of --baselines draft no tokens",
+        ),
         (("--requests", "9", "--rates", "1,2"), "--rates: are of --against; give one --rate"),
         (("--requests", "9", "--kv-tokens", "1"), "--kv-tokens 1: less than a block of 16 tokens"),
         (("--requests", "9", "--kv-tokens", "64"), "can't be served: 200 prompt tokens and max_tokens 20 exceed"),
@@ -112,6 +125,7 @@ def test_what_nothing_can_be_said_of_is_told_in_one_line(
         ("--warm-up", "nan"),
         ("--warm-up", "-5"),
         ("--max-context", "1"),
+        ("--repeated", "1.5"),
         ("--fleet", "prefill=1,decode=99999999999"),
     ],
 )
