@@ -194,11 +194,13 @@ def test_text_that_is_soon_forced_is_waited_for(soon: list[float], is_empty: boo
 
 def test_forced_text_is_looked_for_in_a_tenth_of_a_step_and_no_longer() -> None:
     """The first requests go on with theirs."""
-    rig = a_rig(num_blocks=512)
+    rig = a_rig(num_blocks=512, max_batch=64)
     jobs = [rig.add(5, 60, first=1000 * number) for number in range(30)]
+    while any(job.sequence.num_output_tokens < 1 for job in jobs):
+        rig.run()
     for job in jobs:
         job.sequence.forced_text = ForcedTokens(())  # type: ignore[assignment]
-    drafts_of(rig, 3)
+    rig.run()
     num_followed = int(FORCED_SHARE * (CHEAP.reading_s(30) + CHEAP.decode_s(30, 0)) / FORCED_S)
     followed = [job.sequence.forced_text is not None for job in jobs]
     assert 5 < sum(followed) <= num_followed < 30
