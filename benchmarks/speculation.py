@@ -230,7 +230,9 @@ def measure(urls: Mapping[str, str], arguments: argparse.Namespace) -> dict[str,
     found["drafted_tokens"] = {load: sum(d[1] for d in of) for load, of in drafts.items()}
     found["accepted_tokens"] = {load: sum(d[2] for d in of) for load, of in drafts.items()}
     steps = {load: sum(lengths[load]) - found["accepted_tokens"][load] for load in arguments.loads}
-    found["tokens_per_step"] = {load: round(sum(lengths[load]) / steps[load], 2) for load in arguments.loads}
+    found["tokens_per_step"] = {
+        load: round(sum(lengths[load]) / count, 2) if count > 0 else None for load, count in steps.items()
+    }
     found["steps_per_answer"] = {
         load: {name: round(count / max(1, len(of)), 1) for name, count in ((OFF, sum(of)), (ON, steps[load]))}
         for load, of in lengths.items()

@@ -371,7 +371,10 @@ def measure_gpu(
         driver's part."""
         tables = 2 * sequences * width * torch.int32.itemsize
         logits = sequences * decoder.logits_width * torch.float32.itemsize
-        return peak(batch_of(StepBounds(rows, sequences))) + tables + logits + count * GRAPH_BYTES
+        kept = tables + logits + count * GRAPH_BYTES
+        if isinstance(decoder, Decoder) and decoder.has_mtp:  # the head has graphs of its own
+            kept += sequences * decoder.hidden_size * decoder.dtype.itemsize + count * GRAPH_BYTES
+        return peak(batch_of(StepBounds(rows, sequences))) + kept
 
     if not config.announces_layers and not config.parallel.has_stages:
         most = bounds.max_sequences

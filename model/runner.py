@@ -221,7 +221,7 @@ class ModelRunner:
             if len(draws) == len(batch) and (logits := self._replays.decodes.logits(batch, drawn)) is not None:
                 entries = list(range(len(batch)))
                 step = self._sample(logits, batch, entries, earlier)
-                return self._with_mtp(step, batch, entries, lambda drawn: self._replays.decodes.mtp_logits(drawn))
+                return self._with_mtp(step, batch, entries, self._replays.decodes.mtp_logits)
         return self._run_with_prompts(batch, on_layer, drawn, earlier)
 
     def _run_with_prompts(
@@ -278,13 +278,15 @@ class ModelRunner:
         noted. `logits_behind` takes their tokens int64 [N] and returns the head's logits."""
         if self._mtp is None:
             return step
-        drawn = self._drawn_tokens(step)[entries] if entries else torch.empty(0, dtype=torch.int64, device=self._device)
+        drawn = torch.empty(0, dtype=torch.int64, device=self._device)
+        if entries:
+            drawn = self._drawn_tokens(step)
+            if list(entries) != list(range(len(batch))):
+                drawn = drawn.index_select(0, place(np.array(entries, np.int64), self._device))
         logits = logits_behind(drawn)
         expected = None if logits is None else self._mtp.expected(logits)
-        if self._sampler is None:
-            return self._silent(len(batch))  # once more: all work so far
         if expected is None:
-            return step
+            return self._silent(len(batch))  # all work so far, the head's, too
         return noted_step(step, [batch[entry] for entry in entries], expected)
 
     def _run_over_stages(

@@ -196,7 +196,7 @@ class MtpDrafts:
     """
 
     __slots__ = ("_token_ids",)
-    _KEPT = 64  # positions
+    _KEPT = 128  # positions: more than a step has rows of a request
 
     def __init__(self) -> None:
         self._token_ids: dict[int, int] = {}

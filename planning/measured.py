@@ -147,6 +147,7 @@ def measure(
     say(f"{candidate.name}: starting {candidate.prefill} prefill and {candidate.decode} decode workers")
     with server_of(candidate, settings) as url:
         profiles = learn(url, folder / f"learning-{time.time_ns()}", seconds=learn_s, seed=0)
+        _write_profiles(folder, profiles)
         plan = plan_of(url)
         expected = capacity_by_simulation(candidate.layout(profiles), sample, _promise(plan.slo), 1.0)
         say(f"{candidate.name}: {expected:.3g} requests a second are expected")
@@ -169,9 +170,13 @@ def measure(
         # The workload's own share, which later simulations of these profiles count with.
         repeated = counters.repeated_since(url)
         profiles = {role: msgspec.structs.replace(one, repeated=repeated) for role, one in profiles.items()}
-        for role, profile in profiles.items():
-            write_profile(profile, _file(folder, role))
+        _write_profiles(folder, profiles)
     return Measured(profiles, sweep.result)
+
+
+def _write_profiles(folder: Path, profiles: Mapping[Role, WorkerProfile]) -> None:
+    for role, profile in profiles.items():
+        write_profile(profile, _file(folder, role))
 
 
 def _run_at(plan: Plan, folder: Path) -> Summary:

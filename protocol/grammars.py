@@ -54,7 +54,7 @@ BYTE_LIMITS = LLParserLimits(
     max_grammar_size=10_000,
     verbose_errors=False,
 )
-"""Limits of what is followed byte by byte on an event loop: no byte of the grammars in tests/protocol takes a ms."""
+"""Limits of what is followed byte by byte on an event loop. They do not bound the time of a byte: who follows does."""
 
 
 class _Key(NamedTuple):

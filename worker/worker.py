@@ -461,7 +461,8 @@ class Worker:
         job.awaits_grammar = False
         self.admit_offered()
         if self._scheduler.speculator is not None and not job.is_prefill_only:
-            job.sequence.forced_text = ForcedText(await grammars.byte_matcher(*key), grammars.tokenizer)
+            matcher = await grammars.byte_matcher(*key)
+            job.sequence.forced_text = ForcedText(matcher, grammars.tokenizer, self._clock)
 
     def _call_of(self, job: WorkerJob) -> PrefillCall | DecodeCall:
         """Return the call of a job that has not ended."""

@@ -57,7 +57,7 @@ def _speculation(text: str) -> Any:
     """Return a method of speculation, or the settings of vLLM's JSON.
 
     Keys that tune vLLM's search are left out: matches are as long as the text has them here. vLLM's methods by family,
-    such as deepseek_mtp, are `mtp`.
+    such as deepseek_mtp, are `mtp`, whose number of tokens is the head's there: here it would bound all sources.
     """
     if not text.startswith("{"):
         return text
@@ -69,6 +69,8 @@ def _speculation(text: str) -> Any:
     settings = {name: value for name, value in found.items() if not name.startswith(searches)}
     if str(settings.get("method")).endswith("_mtp"):
         settings["method"] = "mtp"
+    if settings.get("method") == "mtp":
+        settings.pop("num_speculative_tokens", None)
     return settings
 
 

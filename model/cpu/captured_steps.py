@@ -71,7 +71,7 @@ class CpuCapturedSteps:
         self._launcher.replay(recorded.mtp)
         return recorded.mtp_logits
 
-    def _record(self, count: int) -> "_Recorded":
+    def _record(self, count: int) -> _Recorded:
         """Record what batches of `count` compute."""
         hidden: list[Tensor] = []
         keep = None if self._mtp is None else hidden.append

@@ -80,7 +80,7 @@ def decode_step(
         drafting, tokens = _drafting(repeated, right), _tokens(repeated, right)
         several, rows = max(1.0, batch * drafting), most - 1 + part
         seconds = step_s(batch + several * rows)
-        if plain_s <= promised_s * tokens < seconds:
+        if seconds > max(plain_s, promised_s) * tokens:
             break
         # A step behind one with drafts is always waited for.
         is_worth = (batch + RIGHT * several * right) * plain_s > batch * (seconds + GAP_S + SEARCH_S * batch)
@@ -101,7 +101,8 @@ def repeated_of(num_accepted: float, num_generated: float) -> float:
 
     Rows are taken to have cost nothing; a busy worker's share is larger.
     """
-    accepted = num_accepted / num_generated if num_generated else 0.0
+    # Counters fall where a worker has begun anew.
+    accepted = max(0.0, num_accepted / num_generated) if num_generated > 0 else 0.0
     return min(1.0, accepted * (1 + _MOST_RIGHT) / _MOST_RIGHT / _drafted_share(1.0))
 
 

@@ -140,6 +140,9 @@ def test_replayed_steps_equal_eager_ones(write_checkpoint: Callable[..., Any], m
             assert logits is not None
             return logits
 
+        def mtp_logits(self, drawn: Tensor) -> Tensor:
+            return captured.mtp_logits(drawn)
+
     eager = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT)
     replaying = ModelRunner(decoder, Sampler(96), cache, MAX_CONTEXT, StepReplays(Counting()))
     rng = random.Random(5)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from twostroke.protocol.clock import Clock
 from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ MOST_BETWEEN = 20
 """Most bytes beside white space that may begin a token of JSON. Inside of a string there are more."""
 MOST_DRAWN = 2048
 """Most tokens that are taken in at once: a longer answer that goes on after a hand-over has no forced text any more."""
+SLOW_S, MOST_SLOW = 0.002, 3
+"""A request goes on without where taking in its tokens took so long so often. Usual grammars take 0.1 to 0.2 ms."""
 MOST_TAIL = 48
 """Last bytes of the answer that gaps are found in."""
 _WHITE = b" \t\r\n"
@@ -39,8 +42,8 @@ _log = logging.getLogger(__name__)
 class ForcedText:
     """Predicts one request's next tokens where its grammar leaves no choice, and learns how often that is right."""
 
-    def __init__(self, matcher: "LLMatcher", tokenizer: "LLTokenizer"):
-        """`matcher` is at the grammar's beginning, over single bytes; `tokenizer` is the model's."""
+    def __init__(self, matcher: "LLMatcher", tokenizer: "LLTokenizer", clock: Clock):
+        """`matcher` is at the grammar's beginning, over single bytes, and this object's; `tokenizer` is the model's."""
         self._matcher: LLMatcher | None = None if matcher.is_error() else matcher
         self._tokenizer = tokenizer
         self._has_begun = False
@@ -53,6 +56,8 @@ class ForcedText:
         # White space by the bytes around it, b"" for any byte. A number: a new line, indented by so much more.
         self._gaps = dict(_FIRST_GAPS)
         self._own = OwnAcceptance()
+        self._clock = clock
+        self._num_slow = 0  # calls
         self._num_free, self._num_led, self._length = _NUM_FREE, _NUM_LED, _FIRST_LENGTH
 
     def catch_up(self, token_ids: Sequence[int], num_prompt_tokens: int, rates: AcceptanceRates) -> None:
@@ -60,7 +65,7 @@ class ForcedText:
         drawn = token_ids[num_prompt_tokens + self._num_outputs :]
         if self._matcher is None or (self._has_begun and not drawn):
             return
-        was_free = self._has_begun and not self._expected
+        began_s, was_free = self._clock(), self._has_begun and not self._expected
         self._num_outputs, self._has_begun = self._num_outputs + len(drawn), True
         try:
             self._take(self._matcher, drawn, rates)
@@ -68,6 +73,9 @@ class ForcedText:
             raise
         except BaseException:  # llguidance may panic, which is no Exception
             _log.exception("a grammar's forced text can't be followed; its request goes on without")
+            self._matcher, self._expected = None, []
+        self._num_slow += self._clock() - began_s > SLOW_S
+        if self._num_slow >= MOST_SLOW:  # a grammar may be made so, and others wait meanwhile
             self._matcher, self._expected = None, []
         if was_free:
             self._num_free = _MEMORY * self._num_free + 1.0
@@ -107,7 +115,8 @@ class ForcedText:
         self._text = self._text[len(data) :] if self._text.startswith(data) else b""
         if not self._text or (self._is_cut and len(self._text) < MOST_BYTES // 2):
             self._follow(matcher)
-            self._text = b"" if matcher.is_error() else self._search(matcher.deep_copy())
+            self._text = b"" if matcher.is_error() else self._search(matcher)
+            matcher.rollback(len(self._text))
             self._is_cut = len(self._text) >= MOST_BYTES
             self._expected.clear()
         if not self._expected and self._text:
@@ -140,7 +149,10 @@ class ForcedText:
         return token_ids[:end][::-1]
 
     def _search(self, matcher: "LLMatcher") -> bytes:
-        """Return what the grammar forces from where `matcher` is, up to MOST_BYTES and a gap."""
+        """Return what the grammar forces from where `matcher` is, up to MOST_BYTES and a gap. The matcher takes it in.
+
+        A copy of it would take longer the longer the answer is.
+        """
         text, last = bytearray(), self._tail[-1:]
         while len(text) < MOST_BYTES and not matcher.is_stopped():
             mask = int.from_bytes(matcher.compute_bitmask(), "little")

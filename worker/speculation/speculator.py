@@ -6,7 +6,7 @@ greedy or sampled; drafts only decide how many steps they take.
 
 **Rows.** A row costs time, which the worker's step costs tell, corrected by what rows of drafts took (row_costs.py).
 Of all requests' drafts the likeliest tokens come first, as many as bring the most tokens per second. Where a request
-has a TPOT promise, a step may not exceed it for drafts, times the tokens that the request's steps draw. So a busy
+has a TPOT promise, drafts may not lengthen a step beyond it, times the tokens that the request's steps draw. So a busy
 worker drafts little, and text that repeats nothing pays next to nothing.
 
 **Waiting.** A step with drafts can't be scheduled ahead, since its tokens must be known. `is_worth_waiting` says
@@ -296,8 +296,7 @@ class Speculator:
         The likeliest rows come first, as many as bring the most tokens per second.
         """
         plain_s, num_decodes = _step_s(costs, decodes), len(decodes)
-        promised_s = min((job.promised_s * job.tokens_per_step for job in decodes), default=math.inf) * self._safety
-        most_s = promised_s if plain_s <= promised_s else math.inf  # then drafts alone may keep it
+        bounds = _StepBounds(decodes, plain_s, self._safety)
         rows = sorted(
             ((chance, draft) for draft in drafts for chance in draft.chances), key=lambda row: row[0], reverse=True
         )[:room]
@@ -306,8 +305,9 @@ class Speculator:
         for number, (chance, draft) in enumerate(rows, 1):
             added_s += _row_s(costs, num_decodes + number - 1, len(draft.job.sequence.token_ids))
             expected += chance
+            bounds.add(draft.job, chance)
             step_s = plain_s + added_s * self._row_costs.correction(num_decodes, number)
-            if step_s <= most_s and (num_decodes + expected) / step_s > best_rate:
+            if step_s <= bounds.most_s and (num_decodes + expected) / step_s > best_rate:
                 best, best_s, best_expected = number, step_s, expected
                 best_rate = (num_decodes + expected) / step_s
         taken = Counter(draft.job for _, draft in rows[:best])
@@ -327,6 +327,31 @@ def speculator_of(
     A model with states has none: a state takes one token after the other, and a step's rows come at once.
     """
     return Speculator(config, costs, safety) if config.is_on and STATE_WINDOW not in groups.windows else None
+
+
+class _StepBounds:
+    """The longest step that keeps each promise per token, or keeps it no worse than a step without drafts does.
+
+    A request's own drafts make room, and so do those that its steps have had of late.
+    """
+
+    def __init__(self, decodes: Sequence[WorkerJob], plain_s: float, safety: float):
+        self._token_s = {job: max(plain_s, job.promised_s * safety) for job in decodes if job.promised_s < math.inf}
+        self._tokens = dict.fromkeys(self._token_s, 1.0)  # that the step is expected to bring
+        self._longest_s = {job: self._longest(job) for job in self._token_s}
+        self.most_s = min(self._longest_s.values(), default=math.inf)
+
+    def add(self, job: WorkerJob, chance: float) -> None:
+        """Count a drafted token of a request, with its chance to be right."""
+        if job not in self._tokens:
+            return
+        self._tokens[job] += chance
+        before_s, self._longest_s[job] = self._longest_s[job], self._longest(job)
+        if before_s == self.most_s:
+            self.most_s = min(self._longest_s.values())
+
+    def _longest(self, job: WorkerJob) -> float:
+        return self._token_s[job] * max(self._tokens[job], job.tokens_per_step)
 
 
 def _follow_grammars(decodes: Sequence[WorkerJob], plain_s: float) -> int:

@@ -35,7 +35,7 @@ WORKS: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         """serve m --speculative-config '{"method": "deepseek_mtp", "num_speculative_tokens": 1}'""",
-        {role: {"speculation": {"method": "mtp", "num_speculative_tokens": 1}} for role in BOTH},
+        {role: {"speculation": {"method": "mtp"}} for role in BOTH},
     ),
     ("serve m --speculative-config off", {role: {"speculation": {"method": "off"}} for role in BOTH}),
     (

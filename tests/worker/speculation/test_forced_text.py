@@ -1,5 +1,6 @@
 """Text that grammars force, in tokens: where nothing else may follow, and white space as the answer writes it."""
 
+import itertools
 import json
 import time
 from typing import Any
@@ -9,11 +10,12 @@ from llguidance import LLMatcher, LLTokenizer
 
 from tests.protocol.test_grammars import bombs
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.grammars import Grammars, _of_bytes, _thread_with_stack
 from twostroke.router.text.grammar import of_lark, of_schema
 from twostroke.router.text.tokenizer import TextTokenizer
 from twostroke.worker.speculation.acceptance import AcceptanceRates
-from twostroke.worker.speculation.forced_text import MOST_BYTES, MOST_DRAWN, ForcedText
+from twostroke.worker.speculation.forced_text import MOST_BYTES, MOST_DRAWN, SLOW_S, ForcedText
 
 PROMPT = [1, 2, 3]
 ORDER = {
@@ -42,9 +44,9 @@ def tokenizer() -> LLTokenizer:
 class Writing:
     """An answer on its way, and what is forced behind it."""
 
-    def __init__(self, grammar: str, tokenizer: LLTokenizer):
+    def __init__(self, grammar: str, tokenizer: LLTokenizer, clock: Clock = lambda: 0.0):
         self.rates, self.tokens, self._tokenizer = AcceptanceRates(), list(PROMPT), tokenizer
-        self.forced = ForcedText(_of_bytes(grammar), tokenizer)
+        self.forced = ForcedText(_of_bytes(grammar), tokenizer, clock)
 
     def write(self, text: str) -> str:
         """Go on with `text`, one step at a time for each token; return what is expected behind it."""
@@ -129,10 +131,10 @@ def test_a_grammar_that_fails_forces_nothing(tokenizer: LLTokenizer) -> None:
     assert (too_large.write('"'), too_large.forced.chances_soon()) == ("", [])
     other = Writing(of_schema(ORDER), tokenizer)
     assert other.write('{"no such key') == ""
-    broken = ForcedText(_of_bytes(of_schema(ORDER)), tokenizer)
+    broken = ForcedText(_of_bytes(of_schema(ORDER)), tokenizer, lambda: 0.0)
     broken.catch_up([*PROMPT, tokenizer.vocab_size + 5], len(PROMPT), AcceptanceRates())
     assert broken.predict(5, AcceptanceRates()) == []
-    resumed = ForcedText(_of_bytes(of_lark('start: (/[ab]/ "cd")*')), tokenizer)
+    resumed = ForcedText(_of_bytes(of_lark('start: (/[ab]/ "cd")*')), tokenizer, lambda: 0.0)
     resumed.catch_up([*PROMPT, *tokenizer.tokenize_str("acdb") * (MOST_DRAWN + 1)], len(PROMPT), AcceptanceRates())
     assert (resumed.predict(5, AcceptanceRates()), resumed.chances_soon()) == ([], [])
 
@@ -145,8 +147,37 @@ def test_no_grammar_keeps_the_event_loop(tokenizer: LLTokenizer) -> None:
     with _thread_with_stack(2**28) as thread:
         for name, grammar in bombs().items():
             matcher: LLMatcher = thread.submit(_of_bytes, grammar).result()
-            forced = ForcedText(matcher, tokenizer)
+            forced = ForcedText(matcher, tokenizer, time.thread_time)
             began = time.thread_time()
             forced.catch_up(PROMPT, len(PROMPT), AcceptanceRates())
             slow.append((name, time.thread_time() - began))
     assert [one for one in slow if one[1] > 0.02] == []
+
+
+def test_a_request_whose_grammar_takes_long_goes_on_without(tokenizer: LLTokenizer) -> None:
+    for call_s, is_followed in ((0.9 * SLOW_S, True), (1.1 * SLOW_S, False)):
+        times = itertools.count(0.0, call_s)
+        writing = Writing(of_schema(ORDER), tokenizer, lambda times=times: next(times))  # type: ignore[misc]
+        expected = writing.write('{"customer_name": "Jo", "address": {"street": "High ')
+        assert bool(expected or writing.forced.chances_soon()) == is_followed
+
+
+class Uncopied:
+    """A matcher that can't be copied, since that takes longer the longer the answer is."""
+
+    def __init__(self, matcher: LLMatcher):
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "deep_copy"
+        return getattr(self._matcher, name)
+
+
+def test_what_is_looked_for_leaves_the_matcher_where_the_answer_is(tokenizer: LLTokenizer) -> None:
+    writing = Writing(of_schema({"type": "array", "items": {"enum": ["red", "green"]}}), tokenizer)
+    assert writing.forced._matcher is not None
+    writing.forced._matcher = Uncopied(writing.forced._matcher)  # type: ignore[assignment]
+    for _ in range(5):
+        assert writing.write("[" if len(writing.tokens) == len(PROMPT) else ", ") in ("", '"')
+        assert writing.write('"g').startswith("reen")
+        writing.write('reen"')
