@@ -80,7 +80,8 @@ def decode_step(
         drafting, tokens = _drafting(repeated, right), _tokens(repeated, right)
         several, rows = max(1.0, batch * drafting), most - 1 + part
         seconds = step_s(batch + several * rows)
-        if seconds > max(plain_s, promised_s) * tokens:
+        # Those without a draft in the step have as much time for it as their steps bring tokens on average.
+        if seconds > max(plain_s, promised_s) * (tokens if several < batch else 1 + right):
             break
         # A step behind one with drafts is always waited for.
         is_worth = (batch + RIGHT * several * right) * plain_s > batch * (seconds + GAP_S + SEARCH_S * batch)

@@ -68,15 +68,15 @@ def test_a_step_without_repeated_text_is_the_plain_one() -> None:
 
 
 def test_rows_are_drafted_as_far_as_they_pay_and_have_room_and_keep_the_promise() -> None:
-    def linear(row_s: float, batch: float = 8, **bounds: float) -> float:
-        return decode_step(lambda rows: 0.01 + rows * row_s, batch, 0.6, **bounds).drafted
+    def linear(row_s: float, batch: float = 8, repeated: float = 0.6, **bounds: float) -> float:
+        return decode_step(lambda rows: 0.01 + rows * row_s, batch, repeated, **bounds).drafted
 
     assert linear(0.0001) > linear(0.002) > linear(0.1) == 0
     assert linear(0.0001, most_rows=12) < 4.5 < linear(0.0001)
     assert linear(0.001, batch=250) < linear(0.0001, batch=250)
-    free, promised = linear(0.001), linear(0.001, promised_s=0.011)
-    assert free > promised > 0, "a step may be longer than promised per token, by the tokens that it brings"
-    assert linear(0.001, promised_s=0.001) == free, "a promise that is broken anyway bounds nothing"
+    free, promised, broken = (linear(0.001, repeated=0.3, promised_s=s) for s in (1.0, 0.0185, 0.001))
+    assert free > promised > broken > 0, "others' drafts keep a promise, and break none further that is broken anyway"
+    assert linear(0.001, batch=1, promised_s=0.001) == linear(0.001, batch=1), "its own drafts make room"
 
 
 def test_a_share_is_found_again_from_what_was_accepted() -> None:
