@@ -3,6 +3,8 @@
 import pytest
 
 from twostroke.model.costs.operations import MachineLimits, StepWork
+from twostroke.protocol.stats import StepCosts
+from twostroke.worker.scheduling.policy import PromisedBatch
 from twostroke.worker.step_costs import StepContent
 from twostroke.worker.worker_stats import UTILIZATION_WINDOW_S, Utilization
 
@@ -31,3 +33,10 @@ def test_without_limits_or_a_model_nothing_is_reported() -> None:
     unknown.add(STEP)
     assert unknown.shares() is None
     assert unknown.flops == 0.0
+
+
+def test_an_idle_worker_tells_a_speedup_whatever_its_costs_are_put_into() -> None:
+    """A fit may put all time into contexts, which an idle worker has none of."""
+    of_contexts = StepCosts(0.0, 0.0, 0.0, 0.0, 1e-5)
+    assert PromisedBatch().speedup(of_contexts, 2.0, 1.5) == 1.0
+    assert PromisedBatch().speedup(StepCosts(0.01, 0.0, 0.0, 0.001, 0.0), 2.0, 1.0) == pytest.approx(2 * 11 / 12)

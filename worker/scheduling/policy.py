@@ -141,7 +141,8 @@ class PromisedBatch:
         plain_s = costs.reading_s(num_rows) + num_rows * (costs.row_s + context_tokens * costs.context_s)
         num_all = num_rows * (1 + drafts_per_step)
         drafted_s = costs.reading_s(num_all) + num_all * (costs.row_s + context_tokens * costs.context_s)
-        return max(1.0, tokens_per_step * plain_s / drafted_s)
+        # A fit may put all costs into the contexts' lengths, and there may be none.
+        return max(1.0, tokens_per_step * plain_s / drafted_s) if drafted_s > 0 else 1.0
 
 
 class Places:

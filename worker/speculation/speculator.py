@@ -203,9 +203,8 @@ class Speculator:
         `room` is how many rows may be added.
         """
         costs = self._costs()
-        if costs is None or room <= 0:
+        if costs is None or room <= 0 or (plain_s := _step_s(costs, decodes)) <= 0:
             return False
-        plain_s = _step_s(costs, decodes)
         num_forced = _follow_grammars(decodes, plain_s)
         drafts = [draft for job in decodes if (draft := self._draft(job, job.num_drawing)) is not None]
         if not drafts:
@@ -217,9 +216,9 @@ class Speculator:
     def drafts(self, decodes: Sequence[WorkerJob], room: int) -> dict[WorkerJob, Draft]:
         """Return what to draft for each of these requests, at most `room` tokens in all. No step may be under way."""
         costs = self._costs()
-        if costs is None or room <= 0:
+        if costs is None or room <= 0 or (plain_s := _step_s(costs, decodes)) <= 0:
             return {}
-        _follow_grammars(decodes, _step_s(costs, decodes))
+        _follow_grammars(decodes, plain_s)
         drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
         self._row_costs.forget()
         taken, _, _ = self._fill(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)

@@ -48,7 +48,7 @@ def test_an_answer_that_repeats_itself_comes_in_fewer_steps() -> None:
 
 
 def test_nothing_is_drafted_where_rows_are_dear_or_costs_unknown_or_places_taken() -> None:
-    for rig in (a_rig(DEAR), a_rig(None), a_rig(max_batch=1)):
+    for rig in (a_rig(DEAR), a_rig(None), a_rig(StepCosts(0.0, 0.0, 0.0, 0.0, 0.0)), a_rig(max_batch=1)):
         rig.add(5, 30)
         assert drafts_of(rig, 20) == [0] * 20
 
