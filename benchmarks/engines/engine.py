@@ -6,7 +6,8 @@ median of these ratios is what counts. The floor of a step is max(bytes / read b
 GEMM rate that prefill is held against is measured with the model's own projections. What quantisation gains at batch 1
 is measured in turns too, step by step, with one engine for each kind of weights.
 
-Models are random: what speed depends on is their shape.
+Models are random: what speed depends on is their shape. They are computed as bf16 checkpoints are served here, in fp32
+where the CPU does not multiply bf16 faster, and so are the limits.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engines.hardware import prefill_machine
+from twostroke.benchmarks.engines.hardware import NUMBERS_HERE, prefill_machine
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import Quantization
@@ -67,6 +68,7 @@ BLOCK_SIZE = 16
 BATCHES = (1, 8, 32)
 SWEPT = (1, 2, 4, 8, 16, 32, 64)
 KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
+_NUMBERS = {torch.bfloat16: "bf16", torch.float32: "fp32"}[NUMBERS_HERE]
 GREEDY = SamplingParams(temperature=0.0)
 UNKNOWN = MachineLimits(math.inf, math.inf)
 
@@ -174,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             closing.callback(loaded.engine.close)
             return loaded
 
-        held = "bf16" if args.quantization == "none" else args.quantization
+        held = _NUMBERS if args.quantization == "none" else args.quantization
         if args.against is not None:
             print(f"{args.model} and {args.against}, {held}")
             figures = asyncio.run(_measure_pair(load(), load(args.against), args))
@@ -194,13 +196,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(folder: Path, quantization: Quantization, args: argparse.Namespace, way: Way) -> LoadedEngine:
     largest, model = max(SWEPT if args.sweep else BATCHES), load_model_config(folder)
-    block_size = model.fitting_block_size(BLOCK_SIZE, torch.bfloat16.itemsize)
+    block_size = model.fitting_block_size(BLOCK_SIZE, NUMBERS_HERE.itemsize)
     most_tokens = max(args.prompt_tokens, largest * (args.context + args.steps + 2 * block_size))
     return load_engine(
         EngineConfig(
             folder,
             way=way,
-            dtype="bfloat16",
             quantization=quantization,
             threads=args.threads,
             block_size=block_size,
@@ -239,17 +240,18 @@ async def decodes(loaded: LoadedEngine, batch: int, args: argparse.Namespace) ->
         for step in steps[0]:
             ids = [1 + number % 31000 for number in range(context)]
             await loaded.engine.step([SequenceStep(ids, 0, step.block_ids, None)])
-    return Subject(loaded, steps, decode_work(config, batch, args.context + args.steps / 2, args.quantization))
+    work = decode_work(config, batch, args.context + args.steps / 2, args.quantization, NUMBERS_HERE.itemsize)
+    return Subject(loaded, steps, work)
 
 
 async def _measure_all(load: Callable[..., LoadedEngine], args: argparse.Namespace) -> dict[str, float]:
     loaded, rounds = load(), args.rounds
     config = loaded.model_config
-    work = prefill_work(config, args.prompt_tokens, args.quantization)
+    work = prefill_work(config, args.prompt_tokens, args.quantization, NUMBERS_HERE.itemsize)
     subject = Subject(loaded, [[prompt_step(args.prompt_tokens, config.kv_groups.count)]], work)
     machine = prefill_machine(config, args.prompt_tokens)
     results = {"prefill": medians((await in_turns("prefill", {"": subject}, rounds, machine))[""])}
-    machine = LimitsMeter()
+    machine = LimitsMeter(dtype=NUMBERS_HERE)
     for batch in BATCHES:
         turns = await in_turns(f"decode at batch {batch}", {"": await decodes(loaded, batch, args)}, rounds, machine)
         results[f"decode_b{batch}"] = medians(turns[""])
@@ -265,10 +267,10 @@ async def _measure_all(load: Callable[..., LoadedEngine], args: argparse.Namespa
     }
     kinds = {kind: loaded if kind == args.quantization else load(quantization=kind) for kind in KINDS}
     subjects: dict[str, Subject] = {kind: await decodes(engine, 1, args) for kind, engine in kinds.items()}
-    turns = await in_turns("bf16, int8 and int4 at batch 1", subjects, 2 * rounds)
+    turns = await in_turns(f"{_NUMBERS}, int8 and int4 at batch 1", subjects, 2 * rounds)
     for kind in KINDS[1:]:
         figures[f"{kind}_b1_over_bf16"] = gain(turns, kind, "none")
-        print(f"batch 1 in {kind}: {gain(turns, kind, 'none'):.2f} times as fast as in bf16")
+        print(f"batch 1 in {kind}: {gain(turns, kind, 'none'):.2f} times as fast as in {_NUMBERS}")
     if args.way != "native":
         subjects = {"ours": await decodes(load(way="native"), 8, args), args.way: await decodes(loaded, 8, args)}
         turns = await in_turns("through transformers and by our own decoder at batch 8", subjects, 2 * rounds)
@@ -281,7 +283,7 @@ async def _measure_pair(one: LoadedEngine, other: LoadedEngine, args: argparse.N
     """Decode with two shapes: limit, one, the other, limit, ..."""
     print(f"{'':12}" + "".join(f"{name:>18}{'of floor':>10}" for name in (args.model, args.against)) + f"{'ratio':>8}")
     figures: dict[str, float] = {}
-    machine = LimitsMeter()
+    machine = LimitsMeter(dtype=NUMBERS_HERE)
     for batch in BATCHES:
         pair = {"": await decodes(one, batch, args), "against_": await decodes(other, batch, args)}
         turns = await in_turns(f"decode at batch {batch}", pair, args.rounds, machine)

@@ -15,11 +15,15 @@ from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.config import ModelConfig, ModelShape
 from twostroke.model.costs.operations import input_sizes
-from twostroke.model.machine_limits import ROUNDS, LimitsMeter, measure_rounds, row_of
+from twostroke.model.engine_config import resolve_dtype
+from twostroke.model.machine_limits import CPU, ROUNDS, LimitsMeter, measure_rounds, row_of
+
+NUMBERS_HERE = resolve_dtype("auto", torch.bfloat16, CPU)
+"""Dtype that an engine computes bf16 checkpoints in on this CPU: bf16 where it multiplies that faster, else fp32."""
 
 
 def prefill_machine(config: ModelShape, tokens: int) -> LimitsMeter:
-    """Its GEMM rate is that of a layer's own projections over `tokens` rows."""
+    """Its GEMM rate is that of a layer's own projections over `tokens` rows, in the numbers of NUMBERS_HERE."""
     hidden = config.hidden_size
     queries, kv, of_pair = input_sizes(config)
     mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
@@ -29,7 +33,7 @@ def prefill_machine(config: ModelShape, tokens: int) -> LimitsMeter:
     if experts is not None:  # each with its share of the tokens' choices
         size, copies = experts.size, experts.routing.num_experts
         rows = max(1, tokens * experts.routing.top_k // copies)
-    return LimitsMeter(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies)
+    return LimitsMeter(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies, NUMBERS_HERE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from twostroke.benchmarks.engines.engine import SWEPT, decodes, in_turns, medians
+from twostroke.benchmarks.engines.hardware import NUMBERS_HERE
 from twostroke.model.load import LoadedEngine
 from twostroke.model.machine_limits import LimitsMeter
 from twostroke.planning.costs.pictures import batch_sweep
@@ -17,7 +18,7 @@ async def measure_sweep(loaded: LoadedEngine, args: argparse.Namespace) -> dict[
     A shared machine's limits change from minute to minute. So each batch is held against the limits around it, and both
     curves are drawn for the medians of all limits.
     """
-    machine, subjects = LimitsMeter(), {batch: await decodes(loaded, batch, args) for batch in SWEPT}
+    machine, subjects = LimitsMeter(dtype=NUMBERS_HERE), {batch: await decodes(loaded, batch, args) for batch in SWEPT}
     results = {}
     for batch, subject in subjects.items():
         turns = await in_turns(f"decode at batch {batch}", {"": subject}, args.rounds, machine)

@@ -173,14 +173,18 @@ def _index_operations(
     return [Operation("index scores", "attention", layers * flops, kv_bytes=layers * read)]
 
 
-def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization) -> OperationWork:
-    """A prompt in one chunk that draws one token."""
-    return _work(tokens, prefill_operations(shape, tokens, formats=NumberFormats(quantization)))
+def prefill_work(shape: ModelShape, tokens: int, quantization: Quantization, itemsize: float = 2.0) -> OperationWork:
+    """A prompt in one chunk that draws one token, with activations and a cache of numbers of `itemsize` bytes."""
+    formats = NumberFormats(quantization, itemsize, itemsize)
+    return _work(tokens, prefill_operations(shape, tokens, formats=formats))
 
 
-def decode_work(shape: ModelShape, batch: int, context: float, quantization: Quantization) -> OperationWork:
-    """Return the work of one decode step of `batch` sequences with `context` tokens each."""
-    return _work(batch, decode_operations(shape, batch, context, NumberFormats(quantization)))
+def decode_work(
+    shape: ModelShape, batch: int, context: float, quantization: Quantization, itemsize: float = 2.0
+) -> OperationWork:
+    """Return the work of one decode step of `batch` sequences with `context` tokens each; `itemsize` as there."""
+    formats = NumberFormats(quantization, itemsize, itemsize)
+    return _work(batch, decode_operations(shape, batch, context, formats))
 
 
 def _work(tokens: int, operations: Sequence[Operation]) -> OperationWork:

@@ -49,6 +49,7 @@ def test_a_decode_step_reads_all_weights_and_its_context_and_uses_each_weight_fo
     assert work.operations == 2 * 8 * weights + 2 * 8 * 300 * of_pair * layers + products * 8 * matrices
     head = config.hidden_size * config.vocab_size
     assert decode_work(config, 8, 300, "int8").bytes == weights + 2 * kv + states
+    assert decode_work(config, 8, 300, "none", 4.0).bytes == 4 * (weights + kv) + states
     assert decode_work(config, 8, 300, "int4").bytes == (0.5 + 2 / 64) * (weights - head) + head + 2 * kv + states
 
 
