@@ -253,16 +253,18 @@ def prefetch(builder, address):
     ask_for_line(builder, address, 2)
 
 
-class RegisterTile:
-    """Generator of code with sums [rows, 16 `vectors`] that stay in registers."""
+class TileSums:
+    """Generator of code with fp32 sums [rows, `vectors`] that stay in registers: vectors of the type `numbers`."""
+
+    numbers: Any
 
     def __init__(self, builder: Any, rows: int, vectors: int):
         self._builder = builder
-        self.sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
+        self.sums = [[cgutils.alloca_once(builder, self.numbers) for _ in range(vectors)] for _ in range(rows)]
 
     def clear(self) -> None:
         for place in (place for row in self.sums for place in row):
-            self._builder.store(ir.Constant(FLOATS, [0.0] * LANES), place)
+            self._builder.store(ir.Constant(self.numbers, [0.0] * self.numbers.count), place)
 
     def load(self, c: Any, c_stride: Any) -> None:
         for place, source in self._places(c, c_stride):
@@ -277,10 +279,16 @@ class RegisterTile:
         builder = self._builder
         starts = [builder.add(c, builder.mul(c_stride, WIDE(row))) for row in range(len(self.sums))]
         return [
-            (place, at(builder, start, WIDE(LINE_BYTES * vector), FLOATS))
+            (place, at(builder, start, WIDE(4 * self.numbers.count * vector), self.numbers))
             for row, start in zip(self.sums, starts, strict=True)
             for vector, place in enumerate(row)
         ]
+
+
+class RegisterTile(TileSums):
+    """Generator of code with sums [rows, 16 `vectors`]."""
+
+    numbers = FLOATS
 
     def add(self, row: int, combine: Any, left: Any, columns: list[Any]) -> None:
         """sums[row] += left * columns, ready before whatever is loaded behind this.

@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils
 
-from twostroke.model.cpu.kernels.floats import ask_for_line, call, for_each_height
+from twostroke.model.cpu.kernels.floats import TileSums, ask_for_line, call, for_each_height
 from twostroke.model.cpu.kernels.launch import WIDE, at, compiled, written_in_llvm
 
 LANES = 8
@@ -53,41 +53,17 @@ def _multiply_add(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return call(builder, "llvm.fma.v8f32", _FLOATS, left, right, total)
 
 
-class _Pass:
-    """Generator of the code of one pass: sums [rows, 8 `vectors`] that stay in registers."""
+class _Pass(TileSums):
+    """Generator of the code of one pass, with sums [rows, 8 `vectors`]."""
 
-    def __init__(self, builder: Any, rows: int, vectors: int):
-        self._builder = builder
-        self._sums = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(vectors)] for _ in range(rows)]
-
-    def clear(self) -> None:
-        for place in (place for row in self._sums for place in row):
-            self._builder.store(ir.Constant(_FLOATS, [0.0] * LANES), place)
-
-    def load(self, c: Any, stride: Any) -> None:
-        for place, source in self._places(c, stride):
-            self._builder.store(self._builder.load(source, align=4), place)
-
-    def store(self, c: Any, stride: Any) -> None:
-        for place, target in self._places(c, stride):
-            self._builder.store(self._builder.load(place), target, align=4)
-
-    def _places(self, c: Any, stride: Any) -> list[tuple[Any, Any]]:
-        """Return each sum with its address in memory."""
-        builder = self._builder
-        starts = [builder.add(c, builder.mul(stride, WIDE(row))) for row in range(len(self._sums))]
-        return [
-            (place, at(builder, start, WIDE(vector * _VECTOR_BYTES), _FLOATS))
-            for start, places in zip(starts, self._sums, strict=True)
-            for vector, place in enumerate(places)
-        ]
+    numbers = _FLOATS
 
     def step(self, row_starts: list[Any], offset: Any, b: Any) -> None:
         """sums += the numbers `offset` bytes behind the rows' starts, times the columns at address b.
 
         The fewer of both stay in registers, and each of the others is read when it is needed.
         """
-        builder, rows, vectors = self._builder, len(self._sums), len(self._sums[0])
+        builder, rows, vectors = self._builder, len(self.sums), len(self.sums[0])
 
         def factor(row: int) -> Any:
             return _spread(builder, row_starts[row], offset)
@@ -109,7 +85,7 @@ class _Pass:
     def _add(self, products: list[tuple[int, int, Any, Any]]) -> None:
         """Add products to sums [row][vector], ready before whatever is loaded behind this (as RegisterTile.add)."""
         builder, count = self._builder, len(products)
-        places = [self._sums[row][vector] for row, vector, _, _ in products]
+        places = [self.sums[row][vector] for row, vector, _, _ in products]
         totals = [
             _multiply_add(builder, left, right, builder.load(place))
             for place, (_, _, left, right) in zip(places, products, strict=True)
