@@ -21,17 +21,18 @@ LETTER = 6.6  # the width of one, at the size of cells, a little too wide for al
 
 # room: (first column, columns that it spans) of 12, and its floor; the highest floor is drawn first.
 PLACES = {
-    "planning": (0, 4, 7),
-    "benchmarks": (0, 12, 6),
-    "simulator": (8, 4, 5),
-    "cluster": (0, 12, 4),
-    "prefill_worker": (0, 3, 3),
-    "decode_worker": (3, 3, 3),
-    "worker": (0, 6, 2),
+    "planning": (0, 4, 8),
+    "benchmarks": (0, 12, 7),
+    "simulator": (8, 4, 6),
+    "cluster": (0, 12, 5),
+    "prefill_worker": (0, 3, 4),
+    "decode_worker": (3, 3, 4),
+    "worker": (0, 6, 3),
+    "kvtiers": (0, 6, 2),
     "kvtransfer": (0, 6, 1),
     "model": (0, 8, 0),
-    "router": (8, 2, 3),
-    "loadtests": (10, 2, 3),
+    "router": (8, 2, 4),
+    "loadtests": (10, 2, 4),
     "protocol": (0, 12, -1),
 }
 TALL = {"router": 0, "loadtests": 0}  # these reach down to the floor that is named

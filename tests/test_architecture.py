@@ -19,23 +19,26 @@ ALLOWED = {
     "protocol": set[str](),
     "model": {"protocol"},
     "kvtransfer": {"protocol", "model"},
-    "worker": {"protocol", "model", "kvtransfer"},
-    "prefill_worker": {"protocol", "model", "kvtransfer", "worker"},
-    "decode_worker": {"protocol", "model", "kvtransfer", "worker"},
+    "kvtiers": {"protocol", "model", "kvtransfer"},
+    "worker": {"protocol", "model", "kvtransfer", "kvtiers"},
+    "prefill_worker": {"protocol", "model", "kvtransfer", "kvtiers", "worker"},
+    "decode_worker": {"protocol", "model", "kvtransfer", "kvtiers", "worker"},
     "router": {"protocol"},
     "cluster": {
-        *("protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "loadtests"),
+        *("protocol", "model", "kvtransfer", "kvtiers", "worker", "prefill_worker", "decode_worker", "router"),
+        "loadtests",
     },
     "loadtests": set[str](),
     "simulator": {
-        *("protocol", "model", "kvtransfer", "worker", "prefill_worker", "decode_worker", "router", "cluster"),
+        *("protocol", "model", "kvtransfer", "kvtiers", "worker", "prefill_worker", "decode_worker", "router"),
+        "cluster",
         "loadtests",
     },
 }
 # They stand above all others, and may import any.
 TOP = ("benchmarks", "planning")
 ALLOWED |= {room: ALLOWED.keys() | set(TOP) for room in TOP}
-WITHOUT_TORCH = ("protocol", "router", "worker", "prefill_worker", "decode_worker", "simulator")
+WITHOUT_TORCH = ("protocol", "router", "kvtiers", "worker", "prefill_worker", "decode_worker", "simulator")
 TORCH_LIKE = {"torch", "triton", "transformers", "numba"}
 # Collectives of objects unpickle what a peer sends.
 OBJECT_COLLECTIVES = {
