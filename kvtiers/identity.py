@@ -69,7 +69,7 @@ def tenant_digest(client: bytes) -> bytes:
 
 
 def pack_record(fields: Mapping[str, bytes]) -> bytes:
-    """Return the fields as bytes: of each its tag and its value, with their lengths (u32, little-endian) before them."""
+    """Return the fields as bytes: tag and value of each, with their lengths (u32, little-endian) before them."""
     packed = bytearray()
     for tag, value in sorted(fields.items()):
         for part in (tag.encode(), value):

@@ -126,6 +126,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     scoring: ScoringParams | None = None
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer, from its beginning on
     client: bytes = b""  # who asks: where clients take turns, each has its own, whatever its `cache_salt`
+    keep_s: float = 0.0  # seconds for which the client wants the prompt's KV kept; 0: no wish
     log_context: LogContext = NO_REQUEST  # what the workers' log lines about it tell
 
     @property

@@ -134,6 +134,29 @@ class GpuUse(msgspec.Struct, frozen=True, array_like=True):
     utilization: float  # share of the time in which some kernel ran, 0 to 1
 
 
+class TierStats(msgspec.Struct, frozen=True):
+    """Numbers of one KV tier as one worker sees it. Counters only grow within one epoch."""
+
+    name: str  # `host`, `disk` or `shared`
+    lookups: int = 0  # counter: objects looked up
+    hits: int = 0  # counter: objects read whole
+    hit_tokens: int = 0  # counter: prompt tokens whose KV came from it
+    read_bytes: int = 0  # counter
+    read_seconds: float = 0.0  # counter
+    written_objects: int = 0  # counter
+    written_bytes: int = 0  # counter
+    write_seconds: float = 0.0  # counter
+    dropped: int = 0  # counter: objects that were to be written and found no place in the queue, or no blocks any more
+    evicted: int = 0  # counter: objects deleted for the quota
+    quarantined: int = 0  # counter: objects with a wrong digest
+    errors: int = 0  # counter: reads and writes that the storage failed
+    late: int = 0  # counter: reads given up since computing was quicker
+    num_bytes: int = 0  # held now; 0: not known, as of a bucket
+    max_bytes: int = 0  # quota; 0: none
+    read_s: float = 0.0  # predicted seconds of one read, however short
+    read_token_s: float = 0.0  # predicted further seconds for each token
+
+
 class WorkerStats(msgspec.Struct, frozen=True):
     """A worker's changing numbers. Counters only grow within one epoch."""
 
@@ -191,6 +214,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     expert_skews: tuple[float, ...] = ()  # by layer: hits of the hottest expert over the mean, of late; 0: no hits
     expert_copies: int = 0  # of experts of all layers, that ranks hold beside their own
     expert_imbalances: tuple[float, ...] = ()  # by layer: the busiest rank's rows of late over the mean; 0: no rows
+    tiers: tuple[TierStats, ...] = ()  # KV tiers in the order in which they are looked up
 
 
 class TransferStats(msgspec.Struct, array_like=True):
