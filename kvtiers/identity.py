@@ -16,6 +16,7 @@ FORMAT_VERSION = 1
 """Version of objects. Another one names other objects, so nothing reads files of another format."""
 
 NAME_BYTES = 32
+TENANT_BYTES = 8
 
 
 class KVIdentity(NamedTuple):
@@ -54,6 +55,16 @@ class ObjectKey(NamedTuple):
         return f"{self.identity[:8].hex()}/{self.tenant.hex()}/{name[:2]}/{name}.kv"
 
 
+def model_prefix(identity: bytes) -> str:
+    """Return the beginning of the paths of a model's objects."""
+    return f"{identity[:8].hex()}/"
+
+
+def name_in(path: str) -> bytes:
+    """Return the object's name in ObjectKey.path."""
+    return bytes.fromhex(path.rpartition("/")[2].removesuffix(".kv"))
+
+
 def object_name(identity: bytes, last_hash: BlockHash, num_tokens: int) -> bytes:
     """Return the name of the object that ends with the block `last_hash`; `num_tokens` are its own.
 
@@ -65,7 +76,7 @@ def object_name(identity: bytes, last_hash: BlockHash, num_tokens: int) -> bytes
 
 def tenant_digest(client: bytes) -> bytes:
     """Return 8 bytes that name a tenant's directory; `client` is GenerateRequest.client."""
-    return hashlib.sha256(pack_record({"tenant": client})).digest()[:8]
+    return hashlib.sha256(pack_record({"tenant": client})).digest()[:TENANT_BYTES]
 
 
 def pack_record(fields: Mapping[str, bytes]) -> bytes:

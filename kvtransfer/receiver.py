@@ -120,7 +120,7 @@ class KVReceiver(RankSide):
             raise ValueError(f"{num_tokens} tokens can't come with {skip_tokens} of them skipped")
         if skip_tokens % block_size and skip_tokens != num_tokens:
             raise ValueError(f"{skip_tokens} skipped tokens end within a block of {block_size}")
-        blocks = check_table(block_ids, num_tokens, self.store.layout, self.store.num_blocks)
+        blocks = check_table(block_ids, num_tokens, skip_tokens, self.store.layout, self.store.num_blocks)
         fault = self._ticket_fault(ticket, ticket.source)
         transfer = IncomingTransfer(
             ticket,

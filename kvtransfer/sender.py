@@ -65,14 +65,21 @@ class KVSender(RankSide):
         self._opened_tickets = self.new_tickets()
 
     def begin_transfer(
-        self, ticket: Ticket, num_tokens: int, block_ids: Sequence[int], num_ready_tokens: int
+        self,
+        ticket: Ticket,
+        num_tokens: int,
+        block_ids: Sequence[int],
+        num_ready_tokens: int,
+        *,
+        least_skip_tokens: int = 0,
     ) -> OutgoingTransfer:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
         `block_ids` is the request's block table, which must cover the tokens, except for windows that have not reached
         them (see OutgoingTransfer.windows_moved). KV of the first `num_ready_tokens` tokens is in these blocks already,
-        in all layers. A ticket that names another source, or was used, fails the transfer. Raises ValueError where
-        tokens and blocks don't fit.
+        in all layers, except for the first `least_skip_tokens`: where the target lacks some of those, the transfer
+        fails. A ticket that names another source, or was used, fails it too. Raises ValueError where tokens and blocks
+        don't fit.
         """
         if not 0 <= num_ready_tokens <= num_tokens or num_tokens < 1:
             raise ValueError(f"{num_ready_tokens} tokens are ready of {num_tokens}")
@@ -86,6 +93,7 @@ class KVSender(RankSide):
             tuple(block_ids[:num_blocks]),
             num_tokens,
             num_ready_tokens,
+            least_skip_tokens=least_skip_tokens,
             groups=groups,
             layers=layout.layers_of(self.store.rank),
             on_ended=self._transfer_ended,

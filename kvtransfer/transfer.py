@@ -210,6 +210,7 @@ class OutgoingTransfer(Transfer):
         num_tokens: int,
         num_ready_tokens: int,
         *,
+        least_skip_tokens: int = 0,
         groups: KVGroups,
         layers: range,
         on_ended: Callable[["OutgoingTransfer"], None],
@@ -218,6 +219,7 @@ class OutgoingTransfer(Transfer):
     ):
         super().__init__(ticket, block_ids, num_tokens, on_ended=on_ended, clock=clock)
         self.lanes: dict[int, OutgoingLane] = {}
+        self.least_skip_tokens = least_skip_tokens
         self._num_ready_tokens = num_ready_tokens
         self._groups = groups
         self._progress_s = progress_s
@@ -293,6 +295,8 @@ class OutgoingLane(LaneTransfer[SenderState]):
     has verified. While the prompt is computed, the peer's deadline runs.
     """
 
+    transfer: OutgoingTransfer
+
     def __init__(self, transfer: OutgoingTransfer, plan: ChunkPlan, carrier: LaneCarrier, progress_s: float):
         super().__init__(transfer, SenderState.OFFERING, carrier, progress_s)
         self.num_chunks = 0
@@ -330,6 +334,9 @@ class OutgoingLane(LaneTransfer[SenderState]):
     def granted(self, cut: Cut, skip_tokens: int) -> None:
         """Begin to send: the peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""
         self._apply(TransferEvent.GRANT)
+        if skip_tokens < self.transfer.least_skip_tokens:
+            self.abort(f"the target has {skip_tokens} tokens of {self.transfer.least_skip_tokens} that are not here")
+            return
         self._cut = cut
         self._plan.begin(cut.unit_tokens, skip_tokens, cut.share)
         self._deadline.stop()

@@ -95,6 +95,52 @@ class NameChanges:
     removed: list[BlockHash]
 
 
+MOST_CHANGES = 65_536
+"""Most names of one window. Reporting more would take longer than reporting all names anew."""
+
+
+class BlockChanges:
+    """The names that entered a prefix cache, and those that left it, within one window of time.
+
+    A name that entered and left within the window is not reported. One that left and returned is reported as stored: it
+    is in another block now, which a reader of the cache, block by block, may have passed already. `began` is called
+    with the first change of every window.
+    """
+
+    def __init__(self, began: Callable[[], None]):
+        self._began = began
+        self._was_there: dict[BlockHash, bool] = {}  # by changed name: whether it was there at the beginning
+        self._stored: set[BlockHash] = set()  # those of them that are there now, and entered within the window
+        self._are_too_many = False
+
+    def published(self, name: BlockHash) -> None:
+        """Record that a block has this name now, which no other had."""
+        self._touch(name, was_there=False)
+        self._stored.add(name)
+
+    def evicted(self, name: BlockHash) -> None:
+        """Record that no block has this name any more."""
+        self._touch(name, was_there=True)
+        self._stored.discard(name)
+
+    def take(self) -> NameChanges | None:
+        """End the window, and begin another. Return None where too much has changed to be reported."""
+        was_there, stored, are_too_many = self._was_there, self._stored, self._are_too_many
+        self._was_there, self._stored, self._are_too_many = {}, set(), False
+        if are_too_many:
+            return None
+        removed = [name for name, was in was_there.items() if was and name not in stored]
+        return NameChanges(list(stored), removed)
+
+    def _touch(self, name: BlockHash, *, was_there: bool) -> None:
+        if not self._was_there:
+            self._began()
+        if len(self._was_there) < MOST_CHANGES:
+            self._was_there.setdefault(name, was_there)
+        elif name not in self._was_there:
+            self._are_too_many = True
+
+
 class NamedBlocks(Protocol):
     """The part of a block pool that reports need; worker/scheduling/block_pool.py implements it."""
 

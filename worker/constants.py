@@ -40,11 +40,6 @@ AHEAD_S = 0.003
 This is enough for the event loop and for the launch of a GPU's first kernels. Requests that arrive later are not in the
 next step."""
 
-# --- Prefix cache ---
-
-MOST_CHANGES = 65_536
-"""Most names of one window. Reporting more would take longer than reporting all names anew."""
-
 # --- Reports ---
 
 UTILIZATION_WINDOW_S = 10.0

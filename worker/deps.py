@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from twostroke.kvtiers.kv_tiers import KVTiers
 from twostroke.kvtransfer.link import KVStore
 from twostroke.kvtransfer.ranks import ReceivingSide, SendingSide
 from twostroke.model.costs.operations import MachineLimits, StepWork
@@ -40,3 +41,4 @@ class WorkerDeps:
     limits: MachineLimits | None = None  # of the machine, for all ranks together
     gpu_use: Callable[[], GpuUse | None] = lambda: None
     machine: str = ""  # as WorkerInfo has it
+    tiers: KVTiers | None = None  # closed by the worker's `stop`; None: KV dies with the worker

@@ -10,6 +10,7 @@ A worker composes these parts:
     PromptReceiver  KV of prompts computed elsewhere
     Pulls           prefixes from other workers' caches
     PrefixExports   prefixes from this worker's cache
+    TierTransfers   KV from and to storage that outlives the worker
     Transfers       the tasks that wait for the ends of KV transfers
 
 Routers call `prefill`, `decode` and `score_prompt`. No Ray and no torch here. `cluster/` wraps workers into
@@ -22,14 +23,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import TypeVar
 
+from twostroke.kvtiers.kv_tiers import TieredWorker
 from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.model.step import Constraint
 from twostroke.protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
 from twostroke.protocol.garbage import collection_seconds
-from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import (
     DecodeReply,
     GenerateRequest,
@@ -45,12 +44,12 @@ from twostroke.worker.call_log import failed_alone, logged
 from twostroke.worker.calls import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.experts.expert_load import ExpertLoad
+from twostroke.worker.grammar_compiler import GrammarCompiler
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
-from twostroke.worker.speculation.forced_text import ForcedText
 from twostroke.worker.speculation.speculator import speculator_of
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
@@ -59,6 +58,7 @@ from twostroke.worker.transfers.link_probe import LinkProbe
 from twostroke.worker.transfers.prompt_receiving import PromptReceiver
 from twostroke.worker.transfers.prompt_sending import PromptSender
 from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
+from twostroke.worker.transfers.tier_transfers import TierTransfers
 from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
 
 ReplyT = TypeVar("ReplyT")
@@ -92,7 +92,6 @@ class Worker:
         self._swap_space = swap_space
         self._swapping = Swapping(swap_space, role.preemption, deps.pool.block_size)
         self._calls: dict[str, PrefillCall | DecodeCall] = {}  # by request
-        self._compiling: set[asyncio.Task[None]] = set()  # for requests with grammars
         self._counters = WorkerCounters()
         self._logits = LogitHealth()
         self._utilization = Utilization(deps.work, deps.limits, deps.clock)
@@ -108,6 +107,28 @@ class Worker:
         self._offers = AwaitedOffers(deps.receiver)
         self._pulls = Pulls(self, deps.receiver, self._offers, self._transfers, self._scheduler, config.pull_wait_s)
         self._exports = PrefixExports(deps.sender, deps.pool, self._transfers)
+        self._tiers: TierTransfers | None = None
+        if deps.tiers is not None:
+            self._tiers = TierTransfers(
+                tiers=deps.tiers,
+                pool=deps.pool,
+                sender=deps.sender,
+                pulls=self._pulls,
+                transfers=self._transfers,
+                costs=self._costs.costs,
+                step_tokens=config.max_step_tokens,
+                min_tokens=config.min_pull_tokens,
+            )
+        self._grammars: GrammarCompiler | None = None
+        if deps.grammars is not None:
+            self._grammars = GrammarCompiler(
+                deps.grammars,
+                speculator is not None,
+                deps.clock,
+                on_ready=self.admit_offered,
+                on_refused=lambda call, error: self._abort(call, "its grammar can't be compiled", error),
+                on_failed=self._fail_alone,
+            )
         layers = deps.store.layout.layers_of(deps.store.rank)
         self._sending = PromptSender(
             deps.sender, self._scheduler, self._transfers, self._token_server, layers, self._forget
@@ -128,6 +149,8 @@ class Worker:
         """Listen on `host` and begin to step. Raises ConnectionLost where `host` can't be listened on."""
         deps = self._deps
         transfer_addresses = await deps.receiver.start(host)
+        if self._tiers is not None:
+            await self._tiers.start(host, TieredWorker(self._peer, transfer_addresses, deps.store.layout.cut))
         token_address = await self._token_server.start(host)
         self._loop.start()
         return WorkerInfo(
@@ -163,6 +186,7 @@ class Worker:
             expert_skews=() if self._expert_load is None else self._expert_load.skews(),
             expert_copies=0 if balance is None else balance.num_copies,
             expert_imbalances=() if balance is None else balance.imbalances(),
+            tiers=() if deps.tiers is None else deps.tiers.stats(),
             **scheduler_fields(self._scheduler, costs),
             **swap_fields(self._swapping, self._swap_space),
             **transfer_fields((deps.sender.stats, deps.receiver.stats)),
@@ -208,10 +232,11 @@ class Worker:
         """End everything; a step under way finishes first, unless stuck. May be called again."""
         self.fail_all(f"worker {self._peer.worker_id} is ending")
         await self._loop.stop()
-        for compiling in self._compiling:
-            compiling.cancel()
-        await asyncio.gather(*self._compiling, return_exceptions=True)
+        if self._grammars is not None:
+            await self._grammars.close()
         await self._token_server.close()  # no router asks for a prefix any more
+        if self._tiers is not None:
+            await self._tiers.close()
         await self._deps.sender.close()
         await self._deps.receiver.close()
         await self._transfers.all_ended()
@@ -420,16 +445,14 @@ class Worker:
             raise
 
     def _begin_call(self, call: PrefillCall | DecodeCall, pull: Ticket | None = None) -> None:
-        """Register a new call, compile its grammar, and wait for the offer of its prefix."""
+        """Register a new call, compile its grammar, and wait for the offer of its prefix from elsewhere."""
         self._calls[call.request.request_id] = call
-        if call.request.grammar and (grammars := self._deps.grammars) is not None:
-            call.job.awaits_grammar = True
-            compiling = asyncio.create_task(self._compile(call, grammars), name=f"grammar of {call.request.request_id}")
-            self._compiling.add(compiling)
-            compiling.add_done_callback(self._compiling.discard)
-            call.compiling = compiling
+        if self._grammars is not None:
+            self._grammars.begin(call)
         if pull is not None:
             self._pulls.await_offer(call.job, pull)
+        elif self._tiers is not None:
+            self._tiers.begin_read(call.job)
 
     async def _reply_to(self, call: PrefillCall | DecodeCall, reply: "asyncio.Future[ReplyT]") -> ReplyT:
         """Wait for the reply to a call that has begun. Being cancelled aborts the call."""
@@ -442,27 +465,6 @@ class Worker:
         finally:
             if call.compiling is not None:
                 call.compiling.cancel()
-
-    async def _compile(self, call: PrefillCall | DecodeCall, grammars: Grammars) -> None:
-        """Let a call be admitted once its grammar is ready."""
-        job = call.job
-        try:
-            key = (call.request.grammar, call.request.cache_salt, call.request.client)
-            matcher = await grammars.matcher(*key)
-            job.sequence.constraint = Constraint(matcher, partial(grammars.renewed, *key), call.request.stop_token_ids)
-        except RequestError as error:
-            self._abort(call, "its grammar can't be compiled", error)
-            return
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # llguidance may panic, which is no Exception
-            self._fail_alone(call, error)
-            return
-        job.awaits_grammar = False
-        self.admit_offered()
-        if self._scheduler.speculator is not None and not job.is_prefill_only:
-            matcher = await grammars.byte_matcher(*key)
-            job.sequence.forced_text = ForcedText(matcher, grammars.tokenizer, self._clock)
 
     def _call_of(self, job: WorkerJob) -> PrefillCall | DecodeCall:
         """Return the call of a job that has not ended."""
@@ -490,8 +492,10 @@ class Worker:
 
     def _forget(self, call: PrefillCall | DecodeCall) -> None:
         """Forget a call of which a part has ended, if that was its last."""
-        if call.is_over:
-            self._calls.pop(call.request.request_id, None)
+        if call.is_over and call.request.request_id in self._calls:
+            del self._calls[call.request.request_id]
+            if self._tiers is not None:
+                self._tiers.request_ended(call.job)
         self._loop.wake()
 
     # --- called by the token server and the step loop ---

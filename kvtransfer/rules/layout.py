@@ -128,11 +128,13 @@ class Cut:
         return [block_ids[unit // in_block * count + group] * parts + unit % in_block - before for unit in units]
 
 
-def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
+def check_table(
+    block_ids: Sequence[int], num_tokens: int, skip_tokens: int, layout: KVLayout, num_blocks: int
+) -> tuple[int, ...]:
     """Return the rows of a block table that hold `num_tokens` tokens.
 
-    Raises ValueError where a block is missing that later tokens attend to, or where blocks are not distinct ones of
-    `num_blocks`.
+    Raises ValueError where a block is missing that takes tokens behind the first `skip_tokens` to which later tokens
+    attend, or where blocks are not distinct ones of `num_blocks`.
     """
     groups, rows = layout.groups, -(-num_tokens // layout.block_size)
     table = tuple(block_ids[: rows * groups.count])
@@ -140,7 +142,7 @@ def check_table(block_ids: Sequence[int], num_tokens: int, layout: KVLayout, num
         block_id
         for group in range(groups.count)
         for block_id in group_table(table, group, groups.count)[
-            groups.first_kept(group, num_tokens) // layout.block_size :
+            max(skip_tokens, groups.first_kept(group, num_tokens)) // layout.block_size :
         ]
     ]
     if len(table) < rows * groups.count or NO_BLOCK in needed:

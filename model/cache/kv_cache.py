@@ -132,11 +132,21 @@ def make_kv_cache(
     """
     name = str(dtype).removeprefix("torch.")
     layout = config.kv_layout(model_digest, name, block_size).over(parallel.cut)
-    num_tensors = layout.groups_of(rank).num_tensors
-    shape = (num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, config.head_dim)
-    layers, layer_bytes = range(num_tensors), num_blocks * layout.block_bytes
-    if device.type != "cpu":
-        return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)
+    if device.type == "cpu":
+        return make_host_cache(layout, num_blocks=num_blocks, rank=rank)
+    shape = _shape(layout, num_blocks)
+    layers = range(layout.groups_of(rank).num_tensors)
+    return DeviceKVCache([torch.zeros(shape, dtype=dtype, device=device) for _ in layers], layout, rank)
+
+
+def make_host_cache(layout: KVLayout, *, num_blocks: int, rank: int = 0) -> HostKVCache:
+    """A rank's cache in host memory, which others can map where the system has memfds.
+
+    Raises ConfigError where the host has too little memory.
+    """
+    shape, dtype = _shape(layout, num_blocks), getattr(torch, layout.dtype)
+    num_tensors, layer_bytes = layout.groups_of(rank).num_tensors, num_blocks * layout.block_bytes
+    layers = range(num_tensors)
     stride = -(-layer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         try:
@@ -152,6 +162,10 @@ def make_kv_cache(
     count = layer_bytes // dtype.itemsize
     tensors = [torch.frombuffer(memory, dtype=dtype, count=count, offset=layer * stride) for layer in layers]
     return SharedKVCache([tensor.view(shape) for tensor in tensors], layout, rank, fd, stride)
+
+
+def _shape(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
+    return num_blocks, layout.kinds, layout.heads_per_rank, layout.rank_tokens, layout.head_dim
 
 
 def make_shared_memory(num_bytes: int) -> tuple[int, mmap.mmap]:

@@ -18,52 +18,9 @@ Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from twostroke.protocol.blocks import BlockHash, NameChanges
+from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, STATE_WINDOW, KVGroups
-from twostroke.worker.constants import MOST_CHANGES
-
-
-class BlockChanges:
-    """The names that entered a prefix cache, and those that left it, within one window of time.
-
-    A name that entered and left within the window is not reported. One that left and returned is reported as stored: it
-    is in another block now, which a reader of the cache, block by block, may have passed already. `began` is called
-    with the first change of every window.
-    """
-
-    def __init__(self, began: Callable[[], None]):
-        self._began = began
-        self._was_there: dict[BlockHash, bool] = {}  # by changed name: whether it was there at the beginning
-        self._stored: set[BlockHash] = set()  # those of them that are there now, and entered within the window
-        self._are_too_many = False
-
-    def published(self, name: BlockHash) -> None:
-        """Record that a block has this name now, which no other had."""
-        self._touch(name, was_there=False)
-        self._stored.add(name)
-
-    def evicted(self, name: BlockHash) -> None:
-        """Record that no block has this name any more."""
-        self._touch(name, was_there=True)
-        self._stored.discard(name)
-
-    def take(self) -> NameChanges | None:
-        """End the window, and begin another. Return None where too much has changed to be reported."""
-        was_there, stored, are_too_many = self._was_there, self._stored, self._are_too_many
-        self._was_there, self._stored, self._are_too_many = {}, set(), False
-        if are_too_many:
-            return None
-        removed = [name for name, was in was_there.items() if was and name not in stored]
-        return NameChanges(list(stored), removed)
-
-    def _touch(self, name: BlockHash, *, was_there: bool) -> None:
-        if not self._was_there:
-            self._began()
-        if len(self._was_there) < MOST_CHANGES:
-            self._was_there.setdefault(name, was_there)
-        elif name not in self._was_there:
-            self._are_too_many = True
 
 
 class OutOfBlocks(TwostrokeError):
@@ -134,14 +91,32 @@ class BlockPool:
         """
         matched = self._find(hashes)
         for block_id in matched:
-            if block_id == NO_BLOCK:
-                continue
-            if self._references[block_id] == 0:
-                del self._cached[block_id]
-            else:
-                self._num_shared += self._is_of_window(block_id)
-            self._references[block_id] += 1
+            self._refer(block_id)
         return matched
+
+    def take_rows(self, first_row: int, hashes: Sequence[BlockHash]) -> tuple[list[int], frozenset[int]] | None:
+        """Return the table of rows from `first_row` on that have these names, with one more reference on each block.
+
+        With it come the groups of which rows are missing that the token behind the last row attends to; the table has
+        NO_BLOCK for all rows of these. Return None where a group that keeps all tokens lacks one.
+        """
+        groups, size = self.groups, self.block_size
+        end_row = first_row + len(hashes)
+        table = [NO_BLOCK] * (len(hashes) * groups.count)
+        lacking: set[int] = set()
+        for group, window in enumerate(groups.windows):
+            first = max(first_row, groups.first_kept(group, end_row * size) // size)
+            found = [self._by_name[group].get(name) for name in hashes[first - first_row :]]
+            if None in found:
+                if not window:
+                    return None
+                lacking.add(group)
+                continue
+            for row, block_id in enumerate(found, first - first_row):
+                table[row * groups.count + group] = NO_BLOCK if block_id is None else block_id
+        for block_id in table:
+            self._refer(block_id)
+        return table, frozenset(lacking)
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each; evict the least recently released cached blocks if needed.
@@ -255,6 +230,16 @@ class BlockPool:
             raise BlockPoolCorrupted("a free block has a name")
         if any(self._names[block_id] is None and block_id not in self._tails for block_id in self._cached):
             raise BlockPoolCorrupted("a cached block has no name")
+
+    def _refer(self, block_id: int) -> None:
+        """Add a reference to a named block. NO_BLOCK is skipped."""
+        if block_id == NO_BLOCK:
+            return
+        if self._references[block_id] == 0:
+            del self._cached[block_id]
+        else:
+            self._num_shared += self._is_of_window(block_id)
+        self._references[block_id] += 1
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)

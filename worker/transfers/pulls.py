@@ -81,12 +81,12 @@ class Pulls:
     _expected: dict[WorkerJob, Ticket] = field(default_factory=dict, init=False)  # offers neither taken nor refused
     _incoming: dict[WorkerJob, Incoming] = field(default_factory=dict, init=False)
 
-    def await_offer(self, job: WorkerJob, ticket: Ticket) -> None:
-        """Wait for the offer to a job that awaits one; it may be here already."""
+    def await_offer(self, job: WorkerJob, ticket: Ticket, wait_s: float | None = None) -> None:
+        """Wait for the offer to a job that awaits one, `self.wait_s` unless told; it may be here already."""
         self._expected[job] = ticket
         self.offers.await_offer(
             ticket,
-            self.wait_s,
+            self.wait_s if wait_s is None else wait_s,
             on_offered=lambda: self._offered(job, ticket),
             on_missing=lambda: self._not_offered(job),
         )

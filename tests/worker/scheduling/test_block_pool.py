@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from twostroke.protocol.blocks import BlockHash, NameChanges
+from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
 from twostroke.protocol.kv_layout import NO_BLOCK
-from twostroke.worker.scheduling.block_pool import BlockChanges, BlockPool, BlockPoolCorrupted, OutOfBlocks
+from twostroke.worker.scheduling.block_pool import BlockPool, BlockPoolCorrupted, OutOfBlocks
 
 
 def name(number: int) -> BlockHash:
@@ -248,7 +248,7 @@ def test_the_beginning_of_each_window_is_announced_once() -> None:
 
 
 def test_too_many_changes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.worker.scheduling.block_pool.MOST_CHANGES", 3)
+    monkeypatch.setattr("twostroke.protocol.blocks.MOST_CHANGES", 3)
     changes = BlockChanges(lambda: None)
     for number in range(3):
         changes.published(name(number))

@@ -1,0 +1,129 @@
+"""The host tier: objects in memory of the worker's host, from which and into which transfers move KV.
+
+Objects on their way from or to a slower tier pass here, so each tier needs the same two ways: memory to storage, and
+memory to the worker's cache. What was used last stays until its memory is needed.
+
+A block of memory has an owner from `allocate` to `free` or to the object's eviction. An object that is pinned is being
+read or written by somebody, and stays. Pure but for the memory itself: no I/O, no clock.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from twostroke.kvtransfer.link import HostStore
+from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups
+
+
+@dataclass(eq=False, slots=True)
+class HostObject:
+    """KV of the rows from `first_row` up to `end_row` of one prefix, as far as it is in memory."""
+
+    name: bytes
+    first_row: int
+    end_row: int
+    # Of each group that is here, the first of its rows, and their blocks up to the end.
+    blocks: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    pins: int = 0
+
+
+class HostTier:
+    """Blocks of one store in host memory, and the objects in them."""
+
+    def __init__(self, store: HostStore):
+        self.store = store
+        self.groups: KVGroups = store.layout.groups
+        self.block_bytes = store.layout.block_bytes * self.groups.num_tensors
+        self._tensors = [store.layer_bytes(tensor) for tensor in range(self.groups.num_tensors)]
+        self._free = list(range(store.num_blocks - 1, -1, -1))
+        self._objects: OrderedDict[bytes, HostObject] = OrderedDict()  # the first is evicted next
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks that have an owner."""
+        return (self.store.num_blocks - len(self._free)) * self.block_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.store.num_blocks * self.block_bytes
+
+    @property
+    def num_pinned(self) -> int:
+        """Objects that somebody reads or writes: 0 when idle."""
+        return sum(one.pins > 0 for one in self._objects.values())
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._objects
+
+    def get(self, name: bytes) -> HostObject | None:
+        """Return the object, which is evicted last from now on; None where it is not here."""
+        one = self._objects.get(name)
+        if one is not None:
+            self._objects.move_to_end(name)
+        return one
+
+    def add(self, one: HostObject) -> HostObject:
+        """Keep the object; return it, or the one of its name that is here already, with the new one's groups."""
+        known = self._objects.setdefault(one.name, one)
+        if known is not one:
+            for group, (first_row, block_ids) in one.blocks.items():
+                if group in known.blocks:
+                    self._free.extend(block_ids)
+                else:
+                    known.blocks[group] = first_row, block_ids
+        self._objects.move_to_end(one.name)
+        return known
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Return so many blocks, which are the caller's; evict unpinned objects as needed. None: there are too few."""
+        if len(self._free) < count:
+            for name, one in list(self._objects.items()):
+                if not one.pins:
+                    self.discard(name)
+                    if len(self._free) >= count:
+                        break
+            else:
+                return None
+        taken = self._free[-count:] if count else []
+        del self._free[len(self._free) - count :]
+        return taken[::-1]
+
+    def free(self, one: HostObject) -> None:
+        """Give back the blocks of an object that is not kept."""
+        for _, block_ids in one.blocks.values():
+            self._free.extend(reversed(block_ids))
+        one.blocks.clear()
+
+    def give_back(self, one: HostObject, group: int) -> None:
+        """Give back an object's blocks of one group. Harmless where it has none."""
+        _, block_ids = one.blocks.pop(group, (0, []))
+        self._free.extend(reversed(block_ids))
+
+    def discard(self, name: bytes) -> None:
+        """Forget an unpinned object. Harmless where it is not here, or pinned."""
+        one = self._objects.get(name)
+        if one is not None and not one.pins:
+            del self._objects[name]
+            self.free(one)
+
+    def buffers(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return the memory of blocks: tensor by tensor, and block by block within each; adjacent ones as one view."""
+        size = self.store.layout.block_bytes
+        runs: list[list[int]] = []
+        for block_id in block_ids:
+            if runs and runs[-1][1] == block_id:
+                runs[-1][1] += 1
+            else:
+                runs.append([block_id, block_id + 1])
+        return [tensor[first * size : end * size] for tensor in self._tensors for first, end in runs]
+
+    def table(self, objects: Sequence[HostObject]) -> list[int]:
+        """Return the block table of a prefix that ends with these objects, one after the other; NO_BLOCK elsewhere."""
+        count = self.groups.count
+        table = [NO_BLOCK] * (objects[-1].end_row * count)
+        for one in objects:
+            for group, (first_row, block_ids) in one.blocks.items():
+                for row, block_id in enumerate(block_ids, first_row):
+                    table[row * count + group] = block_id
+        return table

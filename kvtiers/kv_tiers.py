@@ -1,0 +1,542 @@
+"""A worker's KV tiers: a peer without an engine, from which the worker pulls prefixes and to which it sends them.
+
+The tiers have a KV store in host memory with both sides of KV transfer, like a worker's. So a prefix is read by a pull
+and written by a transfer, and what those do for unequal ranks, stages, windows and states serves tiers too:
+
+    read    storage -> host memory -> transfer -> the worker's blocks
+    write   the worker's blocks -> transfer -> host memory -> storage
+
+A read has a deadline, before which computing would not be done. What has arrived by then is offered; the rest is
+computed. A read that fails offers less, or declines. Nothing here fails a request.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from twostroke.kvtiers.host_tier import HostObject, HostTier
+from twostroke.kvtiers.identity import KVIdentity, tenant_digest
+from twostroke.kvtiers.objects import ObjectRows, SectionData, rows_key
+from twostroke.kvtiers.storage_tier import ObjectRef, StorageTier
+from twostroke.kvtiers.tier_index import TierIndex
+from twostroke.kvtiers.uses import UseCounts
+from twostroke.kvtransfer.receiver import KVReceiver
+from twostroke.kvtransfer.sender import KVSender
+from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
+from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.errors import TransferFailed
+from twostroke.protocol.kv_layout import RankCut
+from twostroke.protocol.requests import Address, Peer, Ticket, mint_ticket
+from twostroke.protocol.stats import TierStats
+
+_log = logging.getLogger(__name__)
+
+READS_AT_ONCE = 4
+"""Objects of one prefix that are read one beside the other."""
+LEAST_WAIT_S = 0.05
+"""Least time that a read is given, where computing takes longer: predictions of milliseconds mean little."""
+PATIENCE = 2.0
+"""A read may take so many times what was predicted."""
+FIRST_LINK_BYTES_PER_S = 2e9
+"""Bytes a second between host memory and the worker's cache, before anything was sent."""
+NEWEST = 0.2
+"""Weight of the newest transfer in what transfers are predicted to take."""
+SCAN_S = 30.0
+"""Seconds between scans of a disk, into which other workers of the machine may write."""
+FLUSH_S = 5.0
+"""Seconds that a worker that ends gives its tiers to write what waits."""
+MOST_WRITES = 64
+"""Objects that wait to be written; more are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TieredWorker:
+    """The worker that the tiers serve, as a peer of transfers."""
+
+    peer: Peer
+    addresses: tuple[Address, ...]  # where its ranks listen for KV
+    cut: RankCut
+
+
+@dataclass(frozen=True, slots=True)
+class TierRead:
+    """A prefix that is being read. The worker awaits the ticket's offer for `wait_s` seconds at most."""
+
+    ticket: Ticket
+    wait_s: float
+    refs: tuple[tuple[ObjectRef, StorageTier | None], ...]  # and where each is; None: in host memory
+
+
+@dataclass(eq=False, slots=True)
+class ObjectRun:
+    """Objects that follow each other in a prefix, and that are to be written."""
+
+    refs: tuple[ObjectRef, ...]
+
+    @property
+    def first_row(self) -> int:
+        return self.refs[0].first_row
+
+    @property
+    def end_row(self) -> int:
+        return self.refs[-1].end_row
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    ref: ObjectRef
+    one: HostObject  # pinned
+    tiers: tuple[StorageTier, ...]
+
+
+@dataclass(eq=False, kw_only=True)
+class KVTiers:
+    """The tiers of one worker, in the order in which they are looked up; the host's comes first."""
+
+    identity: KVIdentity
+    object_tokens: int
+    host: HostTier
+    storage: Sequence[StorageTier]
+    sender: KVSender
+    receiver: KVReceiver
+    secret: bytes
+    clock: Clock
+    write_share: float = 0.5
+    read_wait_s: float = 10.0
+    _uses: UseCounts = field(default_factory=UseCounts, init=False)
+    _loading: dict[tuple[bytes, bool], asyncio.Task[HostObject | None]] = field(default_factory=dict, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _writes: deque[_Write] = field(default_factory=deque, init=False)
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    _under_way: set[bytes] = field(default_factory=set, init=False)  # names of objects that are being written
+    _worker: TieredWorker | None = field(default=None, init=False)
+    _scans: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _is_closing: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        layout = self._layout = self.host.store.layout
+        self.object_rows = max(1, self.object_tokens // layout.block_size)
+        self._block_size = layout.block_size
+        self._digest = self.identity.digest
+        self._host_counts = {"lookups": 0, "hits": 0, "hit_tokens": 0}
+        self._link_token_s = layout.token_bytes / FIRST_LINK_BYTES_PER_S
+        self._peer = self.sender.peer
+        self._groups = self.host.groups
+        self._addresses: tuple[Address, ...] = ()
+
+    async def start(self, host: str, worker: TieredWorker) -> None:
+        """Listen for the worker's KV. Raises ConnectionLost where `host` can't be listened on."""
+        self._worker = worker
+        self._addresses = await self.receiver.start(host)
+        for tier in self.storage:
+            if tier.index is not None:
+                self._scans.add(asyncio.create_task(self._scan(tier), name=f"scan of the {tier.name} tier"))
+
+    async def close(self) -> None:
+        """End all transfers, once what waits to be written is, or after FLUSH_S: a storage may hang."""
+        self._is_closing = True
+        for task in (*self._tasks, *self._loading.values(), *self._scans):
+            task.cancel()
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=FLUSH_S)
+        if self._writing is not None:
+            self._writing.cancel()
+        await asyncio.gather(*self._tasks, *self._loading.values(), *self._scans, return_exceptions=True)
+        await self.sender.close()
+        await self.receiver.close()
+        for tier in self.storage:
+            tier.close()
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Return each tier's numbers now."""
+        host = TierStats(
+            name="host",
+            **self._host_counts,
+            num_bytes=self.host.num_bytes,
+            max_bytes=self.host.max_bytes,
+            read_token_s=self._link_token_s,
+        )
+        return (host, *(tier.stats() for tier in self.storage))
+
+    @property
+    def is_busy(self) -> bool:
+        """True while anything is read, sent, received or written."""
+        return bool(self._tasks or self._loading or self._writes or self._writing)
+
+    @property
+    def index(self) -> TierIndex | None:
+        """The objects that outlive the worker and are known by name; None where no storage has an index."""
+        return next((tier.index for tier in self.storage if tier.index is not None), None)
+
+    async def _scan(self, tier: StorageTier) -> None:
+        """Keep a storage's index up to date, from its first scan on."""
+        while True:
+            began = self.clock()
+            try:
+                await tier.scan(self._digest)
+            except OSError as error:
+                tier.count("errors")
+                _log.warning("the %s tier can't be listed: %s", tier.name, error)
+            # Of a large directory's scans, this leaves nine tenths of a thread to reads.
+            await asyncio.sleep(max(SCAN_S, 9 * (self.clock() - began)))
+
+    # --- reading ---
+
+    def begin_read(
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        client: bytes,
+        *,
+        num_cached: int,
+        spared_s: Callable[[int], float],
+        most_wait_s: float,
+    ) -> TierRead | None:
+        """Begin to read what the tiers hold of a prompt beyond its first `num_cached` tokens; never waits.
+
+        `hashes` are the names of the prompt's blocks, `spared_s(n)` the seconds that computing the tokens from
+        `num_cached` up to `n` takes. Return None where nothing is held, or computing is quicker. The offer to the
+        returned ticket, or its decline, comes within about `wait_s`.
+        """
+        if self._worker is None or self._is_closing:
+            return None
+        refs = self._refs(hashes, client)[num_cached // self._block_size // self.object_rows :]
+        found = self._find(refs, num_cached, spared_s)
+        if not found:
+            return None
+        end = found[-1][0].end_row * self._block_size
+        wait_s = self._predicted_s(found, num_cached)
+        if wait_s >= spared_s(end):
+            return None
+        wait_s = min(max(PATIENCE * wait_s, LEAST_WAIT_S), spared_s(end), most_wait_s, self.read_wait_s)
+        ticket = mint_ticket(
+            self.secret,
+            request_id,
+            self._peer,
+            self._worker.peer,
+            self._worker.addresses,
+            target_cut=self._worker.cut,
+        )
+        read = TierRead(ticket, wait_s, tuple(found))
+        self._track(self._serve(read), f"tiers' read for {request_id}")
+        return read
+
+    def _refs(self, hashes: Sequence[BlockHash], client: bytes) -> list[ObjectRef]:
+        """Return the whole objects of a prefix, in order."""
+        tenant, rows = tenant_digest(client), self.object_rows
+        refs: list[ObjectRef] = []
+        parent = b""
+        for first in range(0, len(hashes) - rows + 1, rows):
+            own = b"".join(hashes[first : first + rows])
+            key = rows_key(self._digest, tenant, self._layout, own)
+            refs.append(ObjectRef(key, ObjectRows(first, own, parent)))
+            parent = key.name
+        return refs
+
+    def _find(
+        self, refs: Sequence[ObjectRef], num_cached: int, spared_s: Callable[[int], float]
+    ) -> list[tuple[ObjectRef, StorageTier | None]]:
+        """Return the objects that follow the cached prefix and are held somewhere, or perhaps are."""
+        usable = [tier for tier in self.storage if not tier.is_resting]
+        known = [tier for tier in usable if tier.index is not None]
+        found: list[tuple[ObjectRef, StorageTier | None]] = []
+        for ref in refs:
+            tier = next((tier for tier in known if tier.holds(ref.name)), None)
+            if tier is None and ref.name not in self.host:
+                break
+            found.append((ref, None if ref.name in self.host else tier))
+        if len(found) < len(refs) and (asked := next((tier for tier in usable if tier.index is None), None)):
+            held = found[-1][0].end_row * self._block_size if found else num_cached
+            gain_s = spared_s(refs[-1].end_row * self._block_size) - (spared_s(held) if held > num_cached else 0.0)
+            if asked.is_worth_asking(gain_s):
+                found += [(ref, asked) for ref in refs[len(found) :]]
+        return found
+
+    def _predicted_s(self, found: Sequence[tuple[ObjectRef, StorageTier | None]], num_cached: int) -> float:
+        """Return what reading these objects, and moving them to the worker, will take."""
+        tokens = self.object_rows * self._block_size
+        tiers = {tier for _, tier in found if tier is not None}
+        reading_s = sum(tier.read_s for tier in tiers)
+        reading_s += sum(tokens * tier.read_token_s for _, tier in found if tier is not None)
+        return reading_s + (found[-1][0].end_row * self._block_size - num_cached) * self._link_token_s
+
+    async def _serve(self, read: TierRead) -> None:
+        """Load a prefix's objects, and send them to the worker."""
+        objects: list[HostObject] = []
+        began = self.clock()
+        try:
+            await self._load(read, objects)
+            await self._load_windows(read, objects, began + read.wait_s)
+            if not objects:
+                self.sender.decline_transfer(read.ticket, "the tiers hold nothing of the prompt any more")
+                return
+            self._learn(read, objects, self.clock() - began)
+            await self._send(read, objects)
+        except asyncio.CancelledError:
+            self.sender.decline_transfer(read.ticket, "the worker is closing")
+            raise
+        finally:
+            for one in objects:
+                one.pins -= 1
+
+    async def _load(self, read: TierRead, objects: list[HostObject]) -> None:
+        """Append the objects that are in memory by the deadline, pinned, with the groups that keep all tokens."""
+        pending: deque[asyncio.Task[HostObject | None]] = deque()
+        todo = deque(read.refs)
+        try:
+            async with asyncio.timeout(read.wait_s):
+                while todo or pending:
+                    while todo and len(pending) < READS_AT_ONCE:
+                        ref, tier = todo.popleft()
+                        pending.append(self._loaded(ref, tier, is_windows=False))
+                    one = await asyncio.shield(pending.popleft())
+                    if one is None or one.name not in self.host:
+                        return
+                    one.pins += 1
+                    objects.append(one)
+        except TimeoutError:
+            for tier in {tier for _, tier in read.refs if tier is not None}:
+                tier.count("late")
+
+    async def _load_windows(self, read: TierRead, objects: list[HostObject], deadline: float) -> None:
+        """Load what follow-ups need of groups with a window; drop objects from the end until all of it is there."""
+        windowed = self._groups.windowed
+        while objects and windowed:
+            end_row = objects[-1].end_row
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self.clock())):
+                    is_whole = True
+                    for one, (ref, tier) in zip(objects, read.refs, strict=False):
+                        if self._lacks(one, end_row):
+                            await asyncio.shield(self._loaded(ref, tier, is_windows=True))
+                            is_whole = is_whole and not self._lacks(one, end_row)
+            except TimeoutError:
+                is_whole = False
+            if is_whole:
+                return
+            objects.pop().pins -= 1
+
+    def _lacks(self, one: HostObject, end_row: int) -> bool:
+        """Return True where an object lacks rows of windows that the token after `end_row` attends to."""
+        for group in self._groups.windowed:
+            first = max(one.first_row, self._first_kept(group, end_row))
+            if first < one.end_row and (group not in one.blocks or one.blocks[group][0] > first):
+                return True
+        return False
+
+    def _first_kept(self, group: int, end_row: int) -> int:
+        return self._groups.first_kept(group, end_row * self._block_size) // self._block_size
+
+    def _loaded(
+        self, ref: ObjectRef, tier: StorageTier | None, *, is_windows: bool
+    ) -> "asyncio.Task[HostObject | None]":
+        """Return the task that brings a part of an object into memory; requests that want the same share it."""
+        key = ref.name, is_windows
+        task = self._loading.get(key)
+        if task is None:
+            task = asyncio.create_task(self._fetch(ref, tier, is_windows=is_windows), name="tiers' object")
+            self._loading[key] = task
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        return task
+
+    async def _fetch(self, ref: ObjectRef, tier: StorageTier | None, *, is_windows: bool) -> HostObject | None:
+        """Bring the groups with a window, or all others, of an object into memory; None where that fails."""
+        held = self.host.get(ref.name)
+        groups = (
+            self._groups.windowed
+            if is_windows
+            else [group for group in range(self._groups.count) if group not in self._groups.windowed]
+        )
+        missing = [group for group in groups if held is None or group not in held.blocks]
+        if not is_windows:
+            self._host_counts["lookups"] += 1
+        if not missing and held is not None:
+            self._host_counts["hits"] += not is_windows
+            return held
+        tier = tier or next((one for one in self.storage if one.holds(ref.name)), None)
+        if tier is None:
+            return None
+        if held is not None:
+            held.pins += 1
+        one = self._room_for(ref, missing)
+        try:
+            if one is None:
+                return None
+            found = await tier.read(ref, {group: self._section(one, group) for group in missing})
+            for group in set(missing) - found:
+                self.host.give_back(one, group)
+            if not is_windows and found != set(missing):
+                self.host.free(one)
+                return None
+            return self.host.add(one)
+        finally:
+            if held is not None:
+                held.pins -= 1
+
+    def _room_for(self, ref: ObjectRef, groups: Iterable[int]) -> HostObject | None:
+        """Return an object with memory for these groups' rows, as objects keep them; None where there is too little."""
+        rows = {group: max(ref.first_row, self._first_kept(group, ref.end_row)) for group in groups}
+        block_ids = self.host.allocate(sum(ref.end_row - first for first in rows.values()))
+        if block_ids is None:
+            return None
+        one = HostObject(ref.name, ref.first_row, ref.end_row)
+        for group, first in rows.items():
+            count = ref.end_row - first
+            one.blocks[group] = first, block_ids[:count]
+            del block_ids[:count]
+        return one
+
+    def _section(self, one: HostObject, group: int) -> SectionData:
+        first, block_ids = one.blocks[group]
+        return SectionData(group, first, len(block_ids), self.host.buffers(block_ids))
+
+    def _learn(self, read: TierRead, objects: Sequence[HostObject], seconds: float) -> None:
+        """Learn what reading takes, and count the tokens, by tier."""
+        tokens = self.object_rows * self._block_size
+        by_tier: dict[StorageTier, int] = {}
+        for _, tier in read.refs[: len(objects)]:
+            if tier is None:
+                self._host_counts["hit_tokens"] += tokens
+            else:
+                by_tier[tier] = by_tier.get(tier, 0) + tokens
+        for tier, num_tokens in by_tier.items():
+            tier.count("hit_tokens", num_tokens)
+            if len(by_tier) == 1:
+                tier.learn(num_tokens, seconds)
+
+    async def _send(self, read: TierRead, objects: Sequence[HostObject]) -> None:
+        first, end = objects[0].first_row * self._block_size, objects[-1].end_row * self._block_size
+        began = self.clock()
+        transfer = self.sender.begin_transfer(read.ticket, end, self.host.table(objects), end, least_skip_tokens=first)
+        transfer.commit(None)
+        try:
+            await _ended(transfer)
+        except TransferFailed as error:
+            _log.info("a prefix from the tiers was not sent: %s", error)
+        else:
+            self._link_token_s += NEWEST * ((self.clock() - began) / (end - first) - self._link_token_s)
+
+    # --- writing ---
+
+    def request_ended(self, hashes: Sequence[BlockHash], client: bytes, *, keeps: bool) -> list[ObjectRun]:
+        """Count a use of a sequence's objects; return runs of those that are to be written now.
+
+        These are objects that were used before, or with `keeps` all of them, and that a tier lacks.
+        """
+        due: list[ObjectRun] = []
+        if self._worker is None or self._is_closing:
+            return due
+        for ref in self._refs(hashes, client):
+            uses = self._uses.use(ref.name)
+            if (uses > 1 or keeps) and self._is_lacking(ref):
+                if due and due[-1].end_row == ref.first_row and not self._groups.windowed:
+                    due[-1].refs += (ref,)
+                else:  # what is sent of windows depends on where a transfer ends
+                    due.append(ObjectRun((ref,)))
+        return due
+
+    def _is_lacking(self, ref: ObjectRef) -> bool:
+        if ref.name in self._under_way:
+            return False
+        return bool(self._lacking(ref)) if self.storage else ref.name not in self.host
+
+    def _lacking(self, ref: ObjectRef) -> tuple[StorageTier, ...]:
+        """Return the storage tiers that are not known to hold an object."""
+        return tuple(tier for tier in self.storage if not tier.is_resting and not tier.holds(ref.name))
+
+    def drop(self, run: ObjectRun) -> None:
+        """Count a run that is not written, since its blocks are gone or there is no room."""
+        for ref in run.refs:
+            for tier in self._lacking(ref):
+                tier.count("dropped")
+
+    def begin_write(self, run: ObjectRun, lacking_groups: frozenset[int]) -> Ticket | None:
+        """Expect a run's KV from the worker; never waits. Return the transfer's ticket, None where there is no room.
+
+        `lacking_groups` are groups whose rows the worker has no more: what it sends for them means nothing.
+        """
+        if self._worker is None or self._is_closing or len(self._writes) + len(run.refs) > MOST_WRITES:
+            return None
+        objects: list[HostObject] = []
+        for ref in run.refs:
+            one = self._room_for(ref, range(self._groups.count))
+            if one is None:
+                break
+            one.pins = 1
+            objects.append(one)
+        if len(objects) < len(run.refs):
+            for one in objects:
+                self.host.free(one)
+            return None
+        end, first = run.end_row * self._block_size, run.first_row * self._block_size
+        self._under_way.update(ref.name for ref in run.refs)
+        ticket = mint_ticket(
+            self.secret, "tiers", self._worker.peer, self._peer, self._addresses, source_cut=self._worker.cut
+        )
+        incoming = self.receiver.expect_transfer(ticket, self.host.table(objects), end, skip_tokens=first)
+        self._track(self._receive(run, objects, incoming, lacking_groups), "tiers' write")
+        return ticket
+
+    async def _receive(
+        self,
+        run: ObjectRun,
+        objects: Sequence[HostObject],
+        incoming: IncomingTransfer,
+        lacking_groups: frozenset[int],
+    ) -> None:
+        try:
+            await incoming.verified()
+        except (TransferFailed, asyncio.CancelledError) as error:
+            incoming.abort("the tiers are closing")
+            await asyncio.gather(incoming.verified(), return_exceptions=True)
+            for one in objects:
+                self.host.free(one)
+            self._under_way.difference_update(ref.name for ref in run.refs)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self.drop(run)
+            return
+        for ref, one in zip(run.refs, objects, strict=True):
+            for group in lacking_groups:
+                self.host.give_back(one, group)
+            kept = self.host.add(one)
+            if kept is not one:
+                kept.pins += 1
+            self._writes.append(_Write(ref, kept, self._lacking(ref)))
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_all(), name="tiers' writer")
+
+    async def _write_all(self) -> None:
+        """Write what waits, one object after the other, for `write_share` of the time at most."""
+        try:
+            while self._writes:
+                write = self._writes[0]
+                seconds = 0.0
+                sections = [self._section(write.one, group) for group in sorted(write.one.blocks)]
+                for tier in write.tiers:
+                    seconds += await tier.write(write.ref, sections)
+                self._writes.popleft().one.pins -= 1
+                self._under_way.discard(write.ref.name)
+                if not self._is_closing:
+                    await asyncio.sleep(seconds * (1.0 / self.write_share - 1.0))
+        finally:
+            self._writing = None
+
+    def _track(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _ended(transfer: OutgoingTransfer) -> None:
+    """Wait for the end of a transfer, which a cancelled waiter gives up: nothing reads the blocks after this."""
+    try:
+        await transfer.done()
+    except asyncio.CancelledError:
+        transfer.abort("the worker is closing")
+        await asyncio.gather(transfer.done(), return_exceptions=True)
+        raise

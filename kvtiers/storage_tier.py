@@ -1,0 +1,292 @@
+"""One tier of storage: objects on a disk, in a shared directory or in a bucket, and what reading them costs.
+
+Every failure is a miss: an object that is missing, damaged or unreadable, and a storage that hangs. A storage that
+fails several times in a row is left alone for a while, so that requests don't wait for it one after the other.
+
+A disk's objects are known by name (`index`), since nobody but workers of this machine writes them: a look-up costs no
+I/O. A shared storage is asked, where the expected gain is worth the question.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from twostroke.kvtiers.blobs import BlobMissing, BlobStore
+from twostroke.kvtiers.identity import ObjectKey, model_prefix, name_in
+from twostroke.kvtiers.objects import (
+    ObjectCipher,
+    ObjectDamaged,
+    ObjectRows,
+    SectionData,
+    open_listed_object,
+    open_object,
+    write_object,
+)
+from twostroke.kvtiers.tier_index import TierIndex
+from twostroke.protocol.clock import Clock
+from twostroke.protocol.kv_layout import KVLayout
+from twostroke.protocol.stats import TierStats
+
+_log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+NEWEST = 0.2
+"""Weight of the newest read in what reads are predicted to take."""
+FIRST_BYTES_PER_S = 500e6
+"""Bytes a second of a storage that nobody has read yet."""
+FAILURES = 3
+"""Failures in a row after which a storage rests."""
+FIRST_REST_S, LONGEST_REST_S = 5.0, 300.0
+PROBES = 16
+"""Of so many prompts that a shared storage is not expected to hold, one is looked up all the same."""
+
+
+HEADERS_AT_ONCE = 64
+"""Headers that a scan reads in one call."""
+MOST_SEEN = 1 << 16
+"""Objects of a storage without an index that are remembered as stored there."""
+
+
+class Calls(Protocol):
+    """Runs blocking calls elsewhere (BlockingCalls), or on virtual time."""
+
+    @property
+    def is_full(self) -> bool: ...
+
+    def run(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """An object that a prefix has, wherever it may be stored."""
+
+    key: ObjectKey
+    rows: ObjectRows
+
+    @property
+    def name(self) -> bytes:
+        return self.key.name
+
+    @property
+    def first_row(self) -> int:
+        return self.rows.first_row
+
+    @property
+    def end_row(self) -> int:
+        return self.rows.first_row + self.rows.num_rows
+
+
+@dataclass(eq=False)
+class StorageTier:
+    """Reads and writes one storage's objects, counts what happens, and predicts what reads take.
+
+    `index` has a disk's objects; None for a storage that others write into. `take_evicted` returns the keys that were
+    deleted for the quota since the last call.
+    """
+
+    name: str  # in metrics: `disk` or `shared`
+    blobs: BlobStore
+    layout: KVLayout  # of one rank
+    reads: Calls
+    writes: Calls
+    clock: Clock
+    cipher: ObjectCipher | None = None
+    index: TierIndex | None = None
+    take_evicted: Callable[[], Sequence[str]] = tuple
+    num_bytes: Callable[[], int] = lambda: 0
+    max_bytes: int = 0
+    num_evicted: Callable[[], int] = lambda: 0
+    read_s: float = 0.002
+    hit_share: float = 0.5  # of look-ups in a storage without an index
+    _counts: dict[str, float] = field(default_factory=dict, init=False)
+    _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict, init=False)  # objects without an index
+    _failures: int = field(default=0, init=False)
+    _rests_until: float = field(default=0.0, init=False)
+    _unprobed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.read_token_s = self.layout.token_bytes / FIRST_BYTES_PER_S
+
+    def stats(self) -> TierStats:
+        """Return the tier's numbers now."""
+        counts = {name: int(value) for name, value in self._counts.items() if not name.endswith("seconds")}
+        seconds = {name: value for name, value in self._counts.items() if name.endswith("seconds")}
+        return TierStats(
+            name=self.name,
+            **counts,
+            **seconds,  # type: ignore[arg-type]  # they are floats
+            evicted=self.num_evicted(),
+            num_bytes=self.num_bytes(),
+            max_bytes=self.max_bytes,
+            read_s=self.read_s,
+            read_token_s=self.read_token_s,
+        )
+
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to one of the counters of TierStats."""
+        self._counts[name] = self._counts.get(name, 0) + amount
+
+    @property
+    def is_resting(self) -> bool:
+        """True while the storage is left alone, because it failed or because all its threads hang."""
+        return self.clock() < self._rests_until or (self.reads.is_full and self._failures > 0)
+
+    def holds(self, name: bytes) -> bool:
+        """Return True where the object is known to be here, or was when it was last read or written."""
+        return name in (self._seen if self.index is None else self.index)
+
+    def is_worth_asking(self, gain_s: float) -> bool:
+        """Return True where a hit that spares `gain_s` is likely enough to wait for the storage's answer."""
+        if self.hit_share * gain_s > self.read_s:
+            return True
+        self._unprobed += 1
+        if self._unprobed < PROBES:
+            return False
+        self._unprobed = 0
+        return gain_s > self.read_s
+
+    async def read(self, ref: ObjectRef, wanted: Mapping[int, SectionData]) -> frozenset[int]:
+        """Fill the wanted groups' buffers; return the groups that are whole now. Empty: a miss of whatever kind."""
+        self.count("lookups")
+        began = self.clock()
+        try:
+            found, opened_s = await self.reads.run(lambda: self._read(ref, wanted))
+        except BlobMissing:
+            self._missing(ref)
+            self.read_s += NEWEST * (self.clock() - began - self.read_s)
+        except ObjectDamaged as error:
+            self.count("quarantined")
+            self._missing(ref)
+            _log.warning("an object of the %s tier is damaged, and put aside: %s", self.name, error)
+        except (OSError, EOFError) as error:
+            self._failed("read", error)
+        else:
+            self._failures = 0
+            seconds = self.clock() - began
+            num_bytes = sum(buffer.nbytes for group in found for buffer in wanted[group].buffers)
+            self.count("hits", bool(found))
+            self.count("read_bytes", num_bytes)
+            self.count("read_seconds", seconds)
+            self.hit_share += NEWEST * (1.0 - self.hit_share)
+            self.read_s += NEWEST * (opened_s - self.read_s)
+            self._is_here(ref)
+            return found
+        return frozenset()
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a prefix whose objects were read one beside the other."""
+        self.read_token_s += NEWEST * (max(0.0, seconds - self.read_s) / num_tokens - self.read_token_s)
+
+    async def write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> float:
+        """Store an object; return the seconds that it took, failed or not."""
+        began = self.clock()
+        try:
+            await self.writes.run(lambda: self._write(ref, sections))
+        except OSError as error:
+            self._failed("write", error)
+        else:
+            self._failures = 0
+            self.count("written_objects")
+            self.count("written_bytes", sum(buffer.nbytes for one in sections for buffer in one.buffers))
+            self.count("write_seconds", self.clock() - began)
+            self._is_here(ref)
+        if self.index is not None:
+            for key in self.take_evicted():
+                self.index.discard(name_in(key))
+        return self.clock() - began
+
+    async def scan(self, identity: bytes) -> None:
+        """Bring the index up to date with what lies in the storage of the model with this identity.
+
+        Other workers of this machine may write and delete there. Headers alone are read, a few at a time, so that
+        reads for prompts come between. Raises OSError.
+        """
+        index = self.index
+        if index is None:
+            return
+        prefix, known = model_prefix(identity), index.object_names()
+        found = await self.reads.run(lambda: {name_in(one.key): one.key for one in self.blobs.list(prefix)})
+        for name in known:
+            if name not in found:
+                index.discard(name)
+        new = [key for name, key in found.items() if name not in index]
+        for first in range(0, len(new), HEADERS_AT_ONCE):
+            some = new[first : first + HEADERS_AT_ONCE]
+            for name, row_hashes in await self.reads.run(partial(self._headers, some, identity)):
+                index.add(name, row_hashes)
+
+    def close(self) -> None:
+        """Let the threads end. Calls under way go on as long as the storage lets them."""
+        self.reads.close()
+        self.writes.close()
+
+    # --- on threads ---
+
+    def _read(self, ref: ObjectRef, wanted: Mapping[int, SectionData]) -> tuple[frozenset[int], float]:
+        """Return the groups that were read, and the seconds until the object was open."""
+        began = self.clock()
+        try:
+            with open_object(self.blobs, ref.key, self.layout, self.cipher) as stored:
+                opened_s = self.clock() - began
+                found: list[int] = []
+                for index, section in enumerate(stored.header.sections):
+                    part = wanted.get(section.group)
+                    if part is None or (section.first_row, section.num_rows) != (part.first_row, part.num_rows):
+                        continue
+                    stored.read_section(index, part.buffers)
+                    found.append(section.group)
+        except ObjectDamaged:
+            self.blobs.quarantine(ref.key.path)
+            raise
+        return frozenset(found), opened_s
+
+    def _headers(self, keys: Sequence[str], identity: bytes) -> list[tuple[bytes, bytes]]:
+        """Return name and rows of the objects with these keys that are whole as far as their headers tell."""
+        found: list[tuple[bytes, bytes]] = []
+        for key in keys:
+            try:
+                with open_listed_object(self.blobs, key, self.cipher) as stored:
+                    if stored.header.identity == identity:
+                        found.append((stored.header.name, stored.header.row_hashes))
+            except BlobMissing:
+                continue  # another worker has just deleted it
+            except ObjectDamaged as error:
+                _log.warning("%s is put aside: %s", key, error)
+                self.blobs.quarantine(key)
+        return found
+
+    def _write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> None:
+        write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher)
+
+    # --- inside ---
+
+    def _is_here(self, ref: ObjectRef) -> None:
+        if self.index is not None:
+            self.index.add(ref.name, ref.rows.row_hashes)
+            return
+        self._seen[ref.name] = None
+        if len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+
+    def _missing(self, ref: ObjectRef) -> None:
+        if self.index is not None:
+            self.index.discard(ref.name)
+        else:
+            self._seen.pop(ref.name, None)
+            self.hit_share -= NEWEST * self.hit_share
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        self.count("errors")
+        self._failures += 1
+        if self._failures % FAILURES == 0:
+            rest_s = min(FIRST_REST_S * 2 ** (self._failures // FAILURES - 1), LONGEST_REST_S)
+            self._rests_until = self.clock() + rest_s
+            _log.warning("the %s tier rests for %.0f s: its %s failed: %s", self.name, rest_s, what, error)
+        else:
+            _log.info("a %s of the %s tier failed: %s", what, self.name, error)

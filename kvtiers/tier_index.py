@@ -1,0 +1,85 @@
+"""The objects that a tier holds, by name, and the blocks in them, as routers are told.
+
+It is what a block pool is for a prefix cache: a NamedBlocks (protocol/blocks.py), whose blocks are the rows of objects.
+Pure.
+"""
+
+from collections.abc import Callable
+
+from twostroke.protocol.blocks import HASH_BYTES, BlockChanges, BlockHash, NameChanges
+
+
+class TierIndex:
+    """Objects by name, with the hashes of their rows."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, bytes] = {}  # by the object's name: the hashes of its rows, one after the other
+        self._places: dict[bytes, int] = {}  # by the object's name
+        self._names: list[bytes] = []  # by place; empty: free
+        self._free: list[int] = []
+        self._rows_each = 1
+        self._changes: BlockChanges | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._rows
+
+    def add(self, name: bytes, row_hashes: bytes) -> None:
+        """Note an object. `row_hashes` are the 16-byte hashes of its rows' blocks, one after the other."""
+        if name in self._rows:
+            return
+        self._rows[name] = row_hashes
+        self._rows_each = max(self._rows_each, len(row_hashes) // HASH_BYTES)
+        if self._free:
+            place = self._free.pop()
+            self._names[place] = name
+        else:
+            place = len(self._names)
+            self._names.append(name)
+        self._places[name] = place
+        if self._changes is not None:
+            for one in _hashes(row_hashes):
+                self._changes.published(one)
+
+    def discard(self, name: bytes) -> None:
+        """Forget an object. Harmless where it is not known."""
+        row_hashes = self._rows.pop(name, None)
+        if row_hashes is None:
+            return
+        place = self._places.pop(name)
+        self._names[place] = b""
+        self._free.append(place)
+        if self._changes is not None:
+            for one in _hashes(row_hashes):
+                self._changes.evicted(one)
+
+    def object_names(self) -> list[bytes]:
+        """Return the names of all objects."""
+        return list(self._rows)
+
+    # --- as NamedBlocks ---
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._names) * self._rows_each
+
+    def names(self, first: int, end: int) -> list[BlockHash]:
+        """Return the names of rows: those of whole objects that begin within these numbers."""
+        found: list[BlockHash] = []
+        for place in range(-(-first // self._rows_each), min(-(-end // self._rows_each), len(self._names))):
+            found += _hashes(self._rows.get(self._names[place], b""))
+        return found
+
+    def record_changes(self, began: Callable[[], None] | None) -> None:
+        self._changes = None if began is None else BlockChanges(began)
+
+    def take_changes(self) -> NameChanges | None:
+        if self._changes is None:
+            raise ValueError("no changes of names are recorded")
+        return self._changes.take()
+
+
+def _hashes(packed: bytes) -> list[BlockHash]:
+    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
