@@ -8,10 +8,11 @@ field to change: `max_batch: 8 must be ...`.
 """
 
 import difflib
+import re
 from typing import Annotated, Any, Final, TypeVar
 
 from annotated_types import Ge
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 S = TypeVar("S", bound="Section")
@@ -19,6 +20,32 @@ S = TypeVar("S", bound="Section")
 Count = Annotated[int, Ge(1)]
 Interval = Annotated[float, Ge(0.001)]
 """Seconds that are waited for again and again."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGTP]i?)?B?")
+_POWERS = {letter: power for power, letter in enumerate("KMGTP", 1)}
+
+
+def parse_size(value: object) -> object:
+    """Return the bytes of a text such as `4GiB` (of 2**30) or `1.5 TB` (of 10**12); any other value as it is.
+
+    Raises ValueError for a text that is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.fullmatch(value.strip())
+    if found is None:
+        raise ValueError(f"{value!r} is no size: write a number of bytes, or a text such as 4GiB or 500MB")
+    unit = found[2] or ""
+    return int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS.get(unit[:1].upper(), 0))
+
+
+ByteSize = Annotated[
+    int,
+    Ge(0),
+    BeforeValidator(parse_size),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": _SIZE.pattern}, {"type": "integer", "minimum": 0}]}),
+]
+"""Bytes, which a configuration may write as a text with a unit."""
 
 UNKNOWN_SETTING: Final = "unknown_setting"
 """The type of pydantic's error where a section has no setting of a name."""

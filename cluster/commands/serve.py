@@ -26,13 +26,14 @@ from twostroke.cluster.config.config import check_keys, keys_of, lay_over, read_
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
-from twostroke.cluster.config.vllm_names import SAME
+from twostroke.cluster.config.vllm_names import SAME, tiers_of_connector
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.cluster.local.server import ServeOrder, ServerReport, own_url
+from twostroke.kvtiers.config import SETTING as TIERS
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.http.tenants import key_hash
@@ -74,6 +75,19 @@ def _speculation(text: str) -> Any:
     return settings
 
 
+def _gibibytes(text: str) -> int:
+    """Return the bytes of a number of GiB, as vLLM takes sizes."""
+    return int(float(text) * 2**30)
+
+
+def _connector(text: str) -> dict[str, Any]:
+    """Return the tiers that vLLM's JSON asks for, by their paths under `kv_cache.tiers`."""
+    try:
+        return tiers_of_connector(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--served-model-name": (str, "NAME", "name that clients write in `model`"),
     "--revision": (str, "REV", "branch, tag or commit of a hub id"),
@@ -88,6 +102,7 @@ _FLAGS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
     "--max-num-batched-tokens": (_count, "N", "tokens of one step of a worker"),
     "--gpu-memory-utilization": (float, "SHARE", "share of a GPU's memory that a worker may use"),
     "--swap-space": (float, "GIB", "host memory for KV of preempted requests"),
+    "--kv-offloading-size": (_gibibytes, "GIB", "host memory of a worker for KV of prefixes"),
     "--speculative-config": (_speculation, "JSON|auto|off", "source of drafted tokens, as vLLM's JSON or its method"),
     "--otlp-traces-endpoint": (str, "URL", "OTLP receiver of request traces"),
 }
@@ -132,6 +147,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help=f"divide whole experts among the ranks ({', '.join(SAME['enable_expert_parallel'])})",
+    )
+    parser.add_argument(
+        "--kv-transfer-config",
+        type=_connector,
+        metavar="JSON",
+        default={},
+        help="vLLM's connector to host memory, a disk or a shared store (kv_cache.tiers)",
     )
     parser.add_argument(
         "--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers compute prompts too"
@@ -227,6 +249,7 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
         "router.page": False if arguments.no_page else None,
         "kv_transfer.transport": arguments.transport,
     }
+    overrides |= {f"{TIERS}.{setting}": value for setting, value in arguments.kv_transfer_config.items()}
     for setting, value in overrides.items():
         if isinstance(value, dict):  # the settings beside it, too
             for name, one in value.items():

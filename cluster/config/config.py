@@ -16,6 +16,7 @@ from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import (
     DecodeSection,
     HeldModel,
+    KVCacheSection,
     ModelSection,
     PrefillSection,
     RouterSection,
@@ -24,6 +25,8 @@ from twostroke.cluster.config.sections import (
     WorkerResources,
     parse_cores,
 )
+from twostroke.kvtiers.config import SETTING as TIERS
+from twostroke.kvtiers.config import TiersConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import Section
 from twostroke.protocol.stats import Role
@@ -45,6 +48,7 @@ class ClusterConfig(Section):
     decode: DecodeSection = Field(default_factory=DecodeSection)
     router: RouterSection = Field(default_factory=RouterSection)
     kv_transfer: TransferSection = Field(default_factory=TransferSection)
+    kv_cache: KVCacheSection = Field(default_factory=KVCacheSection)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     slo: SLOConfig = Field(default_factory=SLOConfig)
     auth: AuthConfig = Field(default_factory=AuthConfig)
@@ -70,6 +74,11 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"kv_transfer.encoding: {encoding} beside model.kv_cache_dtype {self.model.kv_cache_dtype}, which has "
                 "one byte a number already: set encoding to raw"
+            )
+        if self.kv_cache.tiers.is_on and encoding != "raw":
+            raise ValueError(
+                f"kv_transfer.encoding: {encoding} beside {TIERS}, whose objects hold KV exactly as it was computed: "
+                "set encoding to raw, or leave the tiers out"
             )
         check_counts(self.autoscaling, self.counts, self.gpus_each)
         return self
@@ -166,6 +175,23 @@ class ClusterConfig(Section):
                 "transport to auto"
             )
         return chosen
+
+    @property
+    def tiers(self) -> TiersConfig:
+        """Return the KV tiers. Raises ConfigError where these workers can't use them."""
+        tiers = self.kv_cache.tiers
+        if not tiers.is_on:
+            return tiers
+        if self.device == "cuda":
+            raise ConfigError(f"{TIERS}: tiers of caches on GPUs are not supported yet: leave them out")
+        for role, section in self.roles.items():
+            block_size = self.block_size(section)
+            if (role == "decode" or self.has_prefill) and tiers.object_tokens % block_size:
+                raise ConfigError(
+                    f"{TIERS}.object_tokens: {tiers.object_tokens} is no multiple of the {block_size} tokens of a "
+                    f"block of {role} workers: give one"
+                )
+        return tiers
 
     def threads(self, resources: WorkerResources) -> int:
         """Cores for the steps of one worker's rank: what is asked for, else an equal share of this machine's."""

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Field, PlainValidator, StringConstraints, field_validator, model_validator
 
 from twostroke.decode_worker.config import DecodeConfig
+from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
 from twostroke.model.parallel.form import ParallelForm
@@ -439,3 +440,10 @@ class TransferSection(TransferConfig):
         if self.progress_s < self.lease_s:
             raise ValueError(f"progress_s: {self.progress_s:g} must be at least kv_transfer.lease_s ({self.lease_s:g})")
         return self
+
+
+class KVCacheSection(Section):
+    """KV of prefixes, outside the workers' own caches; their sizes are `prefill.kv_cache_gib` and
+    `decode.kv_cache_gib`."""
+
+    tiers: TiersConfig = Field(default_factory=TiersConfig)

@@ -36,6 +36,7 @@ AS_VLLM: Mapping[str, str] = {
     "speculative_draft_model_path": "speculative_model",
     "speculative_num_steps": "num_speculative_tokens",
     "lora_paths": "lora_modules",
+    "hicache_size": "kv_offloading_size",
     "dist_init_addr": "headless",
 }
 """vLLM's names by SGLang's, as Python and YAML have them."""
@@ -46,8 +47,17 @@ INSTEAD: Mapping[str, str] = {
     "disaggregation_ib_device": "kv_transfer.transport: nixl and NCCL find the devices: leave it out",
     "disaggregation_mode": "prefill and decode workers are apart unless --prefill 0, started together: leave it out",
     "disaggregation_transfer_backend": "--transport, which is kv_transfer.transport, says how KV travels",
+    "enable_hierarchical_cache": "kv_cache.tiers says where KV is kept (docs/tiers.md): leave it out",
+    "enable_lmcache": "kv_cache.tiers says where KV is kept (docs/tiers.md): leave it out",
     "enable_metrics": "metrics are always there, at /metrics: leave it out",
     "enable_mixed_chunk": "decode workers read prompts beside their streams with --prefill 0: leave it out",
+    "hicache_io_backend": "there is one: leave it out",
+    "hicache_mem_layout": "there is one: leave it out",
+    "hicache_ratio": "kv_cache.tiers.host_bytes takes bytes, and no multiple of the cache (--kv-offloading-size)",
+    "hicache_storage_backend": "file is kv_cache.tiers.disk, and any store that workers share is kv_cache.tiers.shared",
+    "hicache_storage_backend_extra_config": "kv_cache.tiers.disk and kv_cache.tiers.shared have settings of their own",
+    "hicache_storage_prefetch_policy": "prompts wait for reads while computing is slower: leave it out",
+    "hicache_write_policy": "objects are written on their second use: leave it out",
     "max_total_tokens": "prefill.num_blocks and decode.num_blocks, in blocks of model.block_size tokens",
     "schedule_conservativeness": "slo.classes say what is promised, and requests wait by that: leave it out",
 }

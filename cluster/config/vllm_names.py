@@ -4,7 +4,9 @@ Flags are made of this, hints where somebody types or writes vLLM's name for a s
 docs/from-vllm.md to it.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 SAME: Mapping[str, tuple[str, ...]] = {
     "model": ("model.path",),
@@ -29,6 +31,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
     "kv_cache_memory_bytes": ("prefill.kv_cache_gib", "decode.kv_cache_gib"),
     "num_gpu_blocks_override": ("prefill.num_blocks", "decode.num_blocks"),
     "swap_space": ("decode.swap_gib",),
+    "kv_offloading_size": ("kv_cache.tiers.host_bytes",),
     "speculative_config": ("prefill.speculation.method", "decode.speculation.method"),
     "scheduling_policy": ("prefill.queue", "decode.queue"),
     "api_server_count": ("router.replicas",),
@@ -76,9 +79,12 @@ INSTEAD: Mapping[str, str] = {
     "hf_overrides": "change config.json in a copy of the folder",
     "hf_token": "set the environment variable HF_TOKEN",
     "host": "a flag of `twostroke serve`, and no setting",
-    "kv_connector": "prefill and decode workers find each other; kv_transfer.transport says how KV travels",
+    "kv_connector": "prefill and decode workers find each other; kv_transfer.transport says how KV travels, and "
+    "kv_cache.tiers where it is kept",
     "kv_events_config": "routers hear of all workers' caches: leave it out",
-    "kv_transfer_config": "prefill and decode workers find each other; the section kv_transfer says how KV travels",
+    "kv_offloading_backend": "there is one, kv_cache.tiers: leave it out",
+    "kv_transfer_config": "prefill and decode workers find each other; the section kv_transfer says how KV travels, "
+    "and kv_cache.tiers where it is kept",
     "limit_mm_per_prompt": "prompts are text alone: leave it out",
     "load_format": "the files tell, safetensors or GGUF: leave it out",
     "lora_modules": "adapters are not served: merge them into the weights",
@@ -136,6 +142,98 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "generation_config": {"vllm": "vLLM's vllm is none here"},
 }
 """Values that vLLM takes where the setting of the same meaning does not, by the setting's own name."""
+
+_BUILT_IN = (
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector", "P2pNcclConnector", "PyNcclConnector"),
+    *("MooncakeConnector", "MooncakeLayerwiseConnector", "MoRIIOConnector"),
+)
+"""Connectors between prefill and decode workers, whose work no flag has to ask for here."""
+
+
+def tiers_of_connector(text: str) -> dict[str, Any]:
+    """Return settings of `kv_cache.tiers`, by their paths there, that mean what vLLM's `--kv-transfer-config` asks for.
+
+    Raises ValueError with a sentence that says what to do instead where nothing here means the same.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{text}: no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{text}: expected an object with kv_connector")
+    return dict(_tiers_of(config))
+
+
+def _tiers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    name, extra = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
+    if not isinstance(extra, dict):
+        raise ValueError(f"kv_connector_extra_config: {extra!r} is no object")
+    match name:
+        case "MultiConnector":
+            for one in extra.get("connectors") or ():
+                if not isinstance(one, dict):
+                    raise ValueError(f"MultiConnector: {one!r} is no object with kv_connector")
+                if one.get("kv_connector") not in _BUILT_IN:  # which stand beside tiers in such a list
+                    yield from _tiers_of(one)
+        case "OffloadingConnector" | "SimpleCPUOffloadConnector":
+            size = extra.get("cpu_bytes_to_use")
+            if size is None:
+                raise ValueError(
+                    f"{name}: give kv_connector_extra_config.cpu_bytes_to_use, which is kv_cache.tiers.host_bytes here"
+                )
+            yield "host_bytes", size
+            for tier in extra.get("secondary_tiers") or ():
+                if not isinstance(tier, dict) or "root_dir" not in tier:
+                    raise ValueError(f"{name}: {tier!r} is no directory: kv_cache.tiers has disk and shared")
+                yield "disk.path", tier["root_dir"]
+                if "max_bytes" in tier:
+                    yield "disk.bytes", tier["max_bytes"]
+        case "LMCacheConnectorV1" | "LMCacheMPConnector":
+            yield from _tiers_of_lmcache(name, extra)
+        case "SharedStorageConnector" | "ExampleConnector":
+            path = extra.get("shared_storage_path")
+            if path is None:
+                raise ValueError(
+                    f"{name}: give kv_connector_extra_config.shared_storage_path, which is kv_cache.tiers.shared.path "
+                    "here"
+                )
+            yield "shared.path", path
+        case str() if name in _BUILT_IN:
+            raise ValueError(f"{name}: KV transfer is built in, and kv_transfer.transport says how: leave it out")
+        case str():
+            raise ValueError(
+                f"{name}: there is no such store here: kv_cache.tiers keeps KV in host memory, on a disk, and in a "
+                "shared directory or an s3:// bucket"
+            )
+        case _:
+            raise ValueError(
+                "kv_connector: is required; between prefill and decode workers KV transfer is built in: leave it out"
+            )
+
+
+def _tiers_of_lmcache(name: str, extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """LMCache's sizes are numbers of GiB."""
+    found = {key.removeprefix("lmcache."): value for key, value in extra.items() if key.startswith("lmcache.")}
+    if not found.keys() & {"max_local_cpu_size", "local_disk", "remote_url"}:
+        raise ValueError(
+            f"{name}: its settings lie in LMCACHE_CONFIG_FILE; its local_cpu, local_disk and remote_url are "
+            "kv_cache.tiers.host_bytes, .disk and .shared here"
+        )
+    if found.get("local_cpu", True) and "max_local_cpu_size" in found:
+        yield "host_bytes", f"{found['max_local_cpu_size']}GiB"
+    if found.get("local_disk"):
+        yield "disk.path", str(found["local_disk"]).removeprefix("file://")
+        yield "disk.bytes", f"{found.get('max_local_disk_size', 0)}GiB"
+    if (url := found.get("remote_url")) is not None:
+        scheme, _, rest = str(url).partition("://")
+        if scheme not in ("fs", "file", "s3"):
+            raise ValueError(
+                f"lmcache.remote_url: there is no tier of {scheme}: kv_cache.tiers.shared is a directory or an s3:// "
+                "bucket"
+            )
+        # fs://HOST:PORT/path, in which host and port mean nothing
+        yield ("shared.url", url) if scheme == "s3" else ("shared.path", f"/{rest.partition('/')[2]}")
+
 
 COMMANDS: Mapping[str, str] = {
     "bench latency": "`twostroke bench engine`",

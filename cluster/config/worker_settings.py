@@ -14,6 +14,7 @@ from twostroke.cluster.config.sections import (
     WorkerResources,
     parse_cores,
 )
+from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import Staged, staged
 from twostroke.model.parallel.form import ParallelForm
@@ -61,6 +62,7 @@ class WorkerSettings:
     tcp_streams: int
     tcp_max_bytes_per_s: int | None
     transfer: TransferConfig
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     has_mtp: bool = False  # the model's MTP head is loaded
     swap_bytes: int = 0  # of host memory, on each rank
     announces_layers: bool = False  # in every step
@@ -94,6 +96,7 @@ class WorkerSettings:
             tcp_streams=config.kv_transfer.tcp_streams,
             tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
             transfer=config.kv_transfer.transfer,
+            tiers=config.tiers,
             has_mtp=config.has_mtp,
             swap_bytes=int(section.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
             announces_layers=isinstance(section, PrefillSection),

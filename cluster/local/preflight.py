@@ -88,6 +88,7 @@ def check_model(config: ClusterConfig, folder: Path) -> list[str]:
                 step=ranks * step,
                 swap=ranks * engine.swap_bytes,
                 processes=ranks * WORKER_BYTES,
+                tiers=config.tiers.memory_bytes,
             )
         )
     if device.type == "cpu":

@@ -26,6 +26,7 @@ from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.preflight import check_model
 from twostroke.cluster.local.ray import StartFailed, local_ray
+from twostroke.kvtiers.config import check_machine
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.http.tenants import KeyConfig, new_key
 
@@ -157,6 +158,8 @@ def _serve(order: ServeOrder, starter: _Starter, reports: TextIO) -> None:
     if shared.line is not None:
         _report(reports, ServerReport("loud" if shared.is_idle else "step", shared.line))
     check_is_anywhere(config)
+    for line in check_machine(config.tiers):
+        _report(reports, ServerReport("loud", line))
     folder = resolve_model_folder(config.model.path, revision=config.model.revision)
     name = served_name(config.model, folder)
     described, *caches = check_model(config, folder)

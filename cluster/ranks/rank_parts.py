@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import os
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import msgspec
 
 from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.kvtiers.config import check_machine, check_objects
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Address, Peer
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from twostroke.kvtransfer.transports import Transports
     from twostroke.model.load import LoadedEngine
     from twostroke.model.parallel.tensor_parallel import RankPlace
+
+_log = logging.getLogger(__name__)
 
 
 class RankOrder(msgspec.Struct, frozen=True):
@@ -89,6 +93,8 @@ async def load_rank(
 
     if settings.device == "cuda":
         sys.setswitchinterval(SWITCH_S)
+    for warning in await asyncio.to_thread(check_machine, settings.tiers):  # before the model takes its time to load
+        _log.warning(warning)
     gpu = 0 if place is None else place.rank % settings.parallel.tensor_ranks
     folder = resolve_model_folder(settings.model.path, revision=settings.model.revision)
     config = settings.engine_config(folder, gpu, core_table_path(secret))
@@ -101,6 +107,7 @@ async def load_rank(
                 f"kv_transfer.encoding: {settings.transfer.encoding} is for keys and values of one width, and the "
                 "model has layers with a state or with wider ones: leave it at raw"
             )
+        check_objects(settings.tiers, store.layout.token_bytes)
         transports = await asyncio.to_thread(
             make_transports,
             settings.transport,

@@ -86,11 +86,12 @@ class MemoryNeed:
     step: int
     swap: int
     processes: int
+    tiers: int = 0  # host memory of KV tiers
 
     @property
     def total(self) -> int:
         """Bytes of one worker."""
-        return self.weights + self.cache + self.step + self.swap + self.processes
+        return self.weights + self.cache + self.step + self.swap + self.processes + self.tiers
 
     def __str__(self) -> str:
         parts = {
@@ -98,6 +99,7 @@ class MemoryNeed:
             "KV cache": self.cache,
             "largest step": self.step,
             "swap": self.swap,
+            "KV tiers": self.tiers,
             "processes": self.processes,
         }
         listed = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items() if size)
@@ -110,8 +112,8 @@ def check_memory_of_all(needs: Sequence[MemoryNeed], rest: int, free: int) -> No
     if needed > free:
         raise ConfigError(
             f"too little memory: {' + '.join(map(str, needs))} + Ray and routers {gibibytes(rest)} = "
-            f"{gibibytes(needed)}, but only {gibibytes(free)} are free: lower kv_cache_gib, max_step_tokens, swap_gib "
-            "or replicas, set model.quantization, or take a smaller model"
+            f"{gibibytes(needed)}, but only {gibibytes(free)} are free: lower kv_cache_gib, max_step_tokens, swap_gib, "
+            "kv_cache.tiers.host_bytes or replicas, set model.quantization, or take a smaller model"
         )
 
 

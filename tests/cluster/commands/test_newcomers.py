@@ -50,7 +50,10 @@ TOLD = [
     ("serve m --speculative-model x", "drafts come from the text or an MTP head"),
     ("serve m --enable-lora --lora-modules sql=/x", "vLLM's enable_lora: adapters are not served: merge them"),
     ("serve m --enable-lora --lora-modules sql=/x", "vLLM's lora_modules: adapters are not served: merge them"),
-    ("""serve m --kv-transfer-config '{"kv_role": "kv_both"}'""", "prefill and decode workers find each other"),
+    (
+        """serve m --kv-transfer-config '{"kv_role": "kv_both"}'""",
+        "kv_connector: is required; between prefill and decode workers KV transfer is built in: leave it out",
+    ),
     ("serve m --trust-remote-code", "code of checkpoints is never run: leave it out"),
     ("serve m -dp 2", "prefill.replicas and decode.replicas say how many workers there are (--prefill, --decode)"),
     ("serve m -O3", "there is nothing to compile ahead: leave it out"),

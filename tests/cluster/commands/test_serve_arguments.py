@@ -1,6 +1,7 @@
 """vLLM's flags reach the settings that mean the same."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,102 @@ def test_elsewhere_a_server_without_keys_is_warned_of(
     monkeypatch.setattr(serve, "_look_after", lambda order, console, log: None)
     assert main(["serve", "bundled", "--port", "18125", "--host", "0.0.0.0"]) == 0
     assert "NO API KEYS" in capsys.readouterr().out
+
+
+def connector(name: str, **extra: object) -> str:
+    return json.dumps({"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra})
+
+
+LMCACHE = {
+    "lmcache.max_local_cpu_size": 5.0,
+    "lmcache.local_disk": "file:///data/kv",
+    "lmcache.max_local_disk_size": 100,
+    "lmcache.remote_url": "s3://bucket/kv",
+}
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (connector("OffloadingConnector", cpu_bytes_to_use=2**30), {"host_bytes": 2**30}),
+        (connector("SharedStorageConnector", shared_storage_path="/mnt/kv"), {"shared": {"path": "/mnt/kv"}}),
+        (
+            connector("LMCacheConnectorV1", **LMCACHE),
+            {
+                "host_bytes": "5.0GiB",
+                "disk": {"path": "/data/kv", "bytes": "100GiB"},
+                "shared": {"url": "s3://bucket/kv"},
+            },
+        ),
+        (
+            connector(
+                "MultiConnector",
+                connectors=[
+                    {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+                    json.loads(connector("OffloadingConnector", cpu_bytes_to_use=2**30)),
+                    json.loads(connector("LMCacheMPConnector", **{"lmcache.remote_url": "fs://host:1/mnt/kv"})),
+                ],
+            ),
+            {"host_bytes": 2**30, "shared": {"path": "/mnt/kv"}},
+        ),
+        (
+            connector(
+                "OffloadingConnector",
+                cpu_bytes_to_use=2**30,
+                secondary_tiers=[{"type": "fs", "root_dir": "/data/kv", "max_bytes": 2**31}],
+            ),
+            {"host_bytes": 2**30, "disk": {"path": "/data/kv", "bytes": 2**31}},
+        ),
+    ],
+)
+def test_vllms_connectors_to_memory_disks_and_stores_are_tiers(typed: str, told: dict[str, Any]) -> None:
+    settings = settings_of("bundled", "--kv-transfer-config", typed)
+    assert settings["kv_cache"] == {"tiers": told}
+    assert read_config(settings).tiers.is_on
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (connector("NixlConnector"), "NixlConnector: KV transfer is built in, and kv_transfer.transport says how: lea"),
+        (connector("HF3FSKVConnector"), "HF3FSKVConnector: there is no such store here: kv_cache.tiers keeps KV in h"),
+        (connector("LMCacheConnectorV1"), "LMCacheConnectorV1: its settings lie in LMCACHE_CONFIG_FILE"),
+        (
+            connector("LMCacheConnectorV1", **{"lmcache.remote_url": "redis://h:1"}),
+            "lmcache.remote_url: there is no tier of redis",
+        ),
+        (connector("OffloadingConnector"), "OffloadingConnector: give kv_connector_extra_config.cpu_bytes_to_use"),
+        (connector("SharedStorageConnector"), "SharedStorageConnector: give kv_connector_extra_config.shared_storage"),
+        ("{}", "kv_connector: is required"),
+        ("[]", "[]: expected an object with kv_connector"),
+        ("{", "{: no JSON: "),
+    ],
+)
+def test_a_connector_that_means_nothing_here_is_answered(
+    typed: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "bundled", "--kv-transfer-config", typed])
+    assert f"argument --kv-transfer-config: {told}" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_flags_lie_over_what_a_file_says_of_tiers(tmp_path: Path) -> None:
+    (file := tmp_path / "c.yaml").write_text("kv_cache: {tiers: {disk: {path: /data/kv, bytes: 1TiB}}}")
+    config = read_config(settings_of("--config", str(file), "--kv-offloading-size", "0.5"))
+    assert (config.tiers.host_bytes, config.tiers.disk.path) == (2**29, "/data/kv")
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--hicache-size 4", "SGLang's --hicache-size is --kv-offloading-size here"),
+        ("--hicache-ratio 2", "SGLang's hicache_ratio: kv_cache.tiers.host_bytes takes bytes"),
+        ("--enable-hierarchical-cache", "SGLang's enable_hierarchical_cache: kv_cache.tiers says where"),
+        ("--hicache-storage-backend file", "SGLang's hicache_storage_backend: file is kv_cache.tiers.disk"),
+        ("--kv-offloading-backend native", "vLLM's kv_offloading_backend: there is one, kv_cache.tiers: leave it out"),
+    ],
+)
+def test_others_flags_of_tiers_are_answered(typed: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "bundled", *typed.split()])
+    assert told in capsys.readouterr().err
