@@ -47,6 +47,8 @@ NEWEST = 0.2
 """Weight of the newest transfer in what transfers are predicted to take."""
 SCAN_S = 30.0
 """Seconds between scans of a disk, into which other workers of the machine may write."""
+FIRST_SCAN_S = 2.0
+"""Seconds for which a worker's start waits for the first scan, which goes on behind it: some 20,000 objects."""
 FLUSH_S = 5.0
 """Seconds that a worker that ends gives its tiers to write what waits."""
 MOST_WRITES = 64
@@ -129,12 +131,19 @@ class KVTiers:
         self._addresses: tuple[Address, ...] = ()
 
     async def start(self, host: str, worker: TieredWorker) -> None:
-        """Listen for the worker's KV. Raises ConnectionLost where `host` can't be listened on."""
+        """Listen for the worker's KV, and learn what the storage holds, as far as FIRST_SCAN_S allow. Raises ConnectionLost where `host` can't be listened on."""
         self._worker = worker
         self._addresses = await self.receiver.start(host)
+        scanned: set[asyncio.Task[bool]] = set()
         for tier in self.storage:
             if tier.index is not None:
-                self._scans.add(asyncio.create_task(self._scan(tier), name=f"scan of the {tier.name} tier"))
+                first = asyncio.Event()
+                scanned.add(asyncio.create_task(first.wait()))
+                self._scans.add(asyncio.create_task(self._scan(tier, first), name=f"scan of the {tier.name} tier"))
+        if scanned:  # the first prompts after a restart need it most
+            await asyncio.wait(scanned, timeout=FIRST_SCAN_S)
+            for waiter in scanned:
+                waiter.cancel()
 
     async def close(self) -> None:
         """End all transfers, once what waits to be written is, or after FLUSH_S: a storage may hang."""
@@ -172,7 +181,7 @@ class KVTiers:
         """The objects that outlive the worker and are known by name; None where no storage has an index."""
         return next((tier.index for tier in self.storage if tier.index is not None), None)
 
-    async def _scan(self, tier: StorageTier) -> None:
+    async def _scan(self, tier: StorageTier, first: asyncio.Event) -> None:
         """Keep a storage's index up to date, from its first scan on."""
         while True:
             began = self.clock()
@@ -181,6 +190,7 @@ class KVTiers:
             except OSError as error:
                 tier.count("errors")
                 _log.warning("the %s tier can't be listed: %s", tier.name, error)
+            first.set()
             # Of a large directory's scans, this leaves nine tenths of a thread to reads.
             await asyncio.sleep(max(SCAN_S, 9 * (self.clock() - began)))
 

@@ -75,6 +75,7 @@ class LoadedEngine:
     model_config: ModelShape
     max_context: int  # tokens of prompt and output together
     weights: str | None  # what quantised ones are held in, for people
+    dtype: str  # of activations, as torch names it
     parallel: TensorParallel
     kv_cache: KVCache
     swap_space: SwapSpace | None
@@ -93,6 +94,7 @@ class LoadedEngine:
         check_cores(config)
         self._device = resolve_device(config)
         self._dtype = resolve_dtype(config.dtype, found.dtype, self._device)
+        self.dtype = str(self._dtype).removeprefix("torch.")
         self._kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, self._dtype)
         block_size = model.fitting_block_size(config.block_size, self._kv_dtype.itemsize)
         config = self._config = replace(config, block_size=block_size)

@@ -1,10 +1,11 @@
 """A worker's KV tiers, made of its settings in the process of its rank 0 (kvtiers/)."""
 
-import logging
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from twostroke.kvtiers.config import TiersConfig, check_machine, check_objects
+from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import ONE_RANK, incompatibility
@@ -13,9 +14,11 @@ from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
     from twostroke.cluster.ranks.rank_parts import RankParts
+    from twostroke.kvtiers.blobs import BlobStore
     from twostroke.kvtiers.kv_tiers import KVTiers
-
-_log = logging.getLogger(__name__)
+    from twostroke.kvtiers.storage_tier import StorageTier
+    from twostroke.kvtransfer.transports import Transports
+    from twostroke.protocol.kv_layout import KVLayout
 
 READ_THREADS = 4
 """Objects that are read at a time from one storage, each on a thread of its own."""
@@ -23,9 +26,21 @@ SHARED_READ_S = 0.02
 """Seconds that a shared storage takes to answer, before it has been asked."""
 
 
+@dataclass(frozen=True)
+class TierParts:
+    """A worker's tiers, and what they stand on."""
+
+    tiers: "KVTiers"
+    transports: "Transports"
+
+    async def close(self) -> None:
+        """End the links. The tiers are the worker's to close, beforehand."""
+        await self.transports.close()
+
+
 def make_tiers(
     config: TiersConfig, rank: "RankParts", peer: Peer, network: Network, secret: bytes, transfer: TransferConfig
-) -> "KVTiers | None":
+) -> TierParts | None:
     """Return the tiers of a worker whose rank 0 this is; None where none are configured. May block for seconds.
 
     Raises ConfigError, which names the setting.
@@ -47,25 +62,21 @@ def make_tiers(
     reason = incompatibility(layout, rank.store.layout)
     if reason is not None:
         raise ConfigError(f"kv_cache.tiers: objects are of one rank, which this model's can't be cut into: {reason}")
-    for warning in check_machine(config):
-        _log.warning(warning)
-    check_objects(config, layout.token_bytes)
     store = make_host_cache(layout, num_blocks=config.memory_bytes // (layout.block_bytes * layout.groups.num_tensors))
     transports = make_transports("auto", store)
-    own = Peer(f"{peer.worker_id}/tiers", peer.epoch)
-    parts = {
-        "peer": own,
+    parts: dict[str, Any] = {
+        "peer": Peer(f"{peer.worker_id}/tiers", peer.epoch),
         "store": store,
         "network": network,
         "transports": transports,
         "config": transfer,
         "clock": time.monotonic,
     }
-    return KVTiers(
-        identity=KVIdentity(layout, loaded.weights or "", str(loaded.dtype).removeprefix("torch.")),
+    tiers = KVTiers(
+        identity=KVIdentity(layout, loaded.weights or "", loaded.dtype),
         object_tokens=config.object_tokens,
         host=HostTier(store),
-        storage=_storage(config, layout),
+        storage=storage_of(config, layout),
         sender=KVSender(**parts),
         receiver=KVReceiver(**parts, secret=secret),
         secret=secret,
@@ -73,3 +84,26 @@ def make_tiers(
         write_share=config.write_share,
         read_wait_s=config.read_wait_s,
     )
+    return TierParts(tiers, transports)
+
+
+def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
+    """Return the tiers behind the host's, in the order in which they are looked up. Raises ConfigError."""
+    from twostroke.kvtiers.files import FileBlobs
+    from twostroke.kvtiers.objects import ObjectCipher
+    from twostroke.kvtiers.storage_tier import StorageTier
+    from twostroke.kvtiers.threads import BlockingCalls
+    from twostroke.kvtiers.tier_index import TierIndex
+
+    cipher = None if config.key_file is None else ObjectCipher.from_file(Path(config.key_file))
+
+    def tier(name: str, blobs: "BlobStore", **more: Any) -> StorageTier:
+        reads, writes = BlockingCalls(f"read-{name}", READ_THREADS), BlockingCalls(f"write-{name}", 1)
+        return StorageTier(name, blobs, layout, reads, writes, time.monotonic, cipher, **more)
+
+    tiers: list[StorageTier] = []
+    if config.disk.path is not None:
+        tiers.append(tier("disk", FileBlobs(Path(config.disk.path), sync=True), index=TierIndex()))
+    if config.shared.path is not None:
+        tiers.append(tier("shared", FileBlobs(Path(config.shared.path), sync=True), read_s=SHARED_READ_S))
+    return tiers

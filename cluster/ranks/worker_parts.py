@@ -15,6 +15,7 @@ from twostroke.cluster.config.model_folder import resolve_model_folder
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
 from twostroke.cluster.ranks.rank_parts import RankParts, limit_spinning, load_rank
+from twostroke.cluster.ranks.tier_parts import TierParts, make_tiers
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.messages import most_step_bytes
 from twostroke.protocol.network import MAX_PAYLOAD_BYTES, Network
@@ -38,6 +39,7 @@ class WorkerParts:
     deps: "WorkerDeps"
     rank: RankParts  # rank 0's
     led: LedRanks | None = None  # None: there are no others
+    tiers: TierParts | None = None  # None: there are none
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call `on_lost` with the reason, once a rank is lost: the worker can't go on."""
@@ -51,6 +53,8 @@ class WorkerParts:
         """
         if self.led is not None:
             await self.led.close()
+        if self.tiers is not None:
+            await self.tiers.close()
         await self.rank.close()
 
 
@@ -87,6 +91,7 @@ async def load_parts(
     from twostroke.worker.deps import WorkerDeps
     from twostroke.worker.scheduling.block_pool import BlockPool
 
+    tier_parts: TierParts | None = None
     balance: ExpertBalance | None = None
     stages_hits: StagesHits | None = None
 
@@ -111,11 +116,13 @@ async def load_parts(
             limits=rank.loaded.limits.times(settings.parallel.num_ranks),
             gpu_use=watch_gpu(device := rank.loaded.kv_cache.tensors[0].device),
             machine=_shared_machine(settings, host, device),
+            tiers=None if tier_parts is None else tier_parts.tiers,
         )
 
     if settings.parallel.num_ranks == 1:
         rank = await load_rank(settings, peer, network, secret)
-        return WorkerParts(equipped(rank, rank.loaded.engine, rank.sender, rank.receiver), rank)
+        tier_parts = await _with_tiers(settings, rank, peer, network, secret)
+        return WorkerParts(equipped(rank, rank.loaded.engine, rank.sender, rank.receiver), rank, tiers=tier_parts)
 
     from twostroke.kvtransfer.ranks import RankedReceiver, RankedSender
     from twostroke.model.parallel.ranked_engine import Rebalancing, TensorParallelEngine
@@ -148,15 +155,33 @@ async def load_parts(
         if isinstance(error, RuntimeError):  # torch's own word for ranks that don't come, or are lost
             raise WorkerLost(f"the worker can't start: {ranks.loss or error}") from error
         raise
+    tier_parts = await _with_tiers(settings, rank, peer, network, secret, led)
     if settings.parallel.has_stages and (experts := rank.loaded.model_config.num_experts):
         stages_hits = StagesHits(rank.loaded.expert_hits, ranks.expert_hits, rank.store.layout, experts)
     balance = expert_balance(rank.loaded, settings.parallel.tensor_ranks)
     rebalancing = None if balance is None else Rebalancing(balance.next, rank.loaded.engine.arrange_experts)
     engine = TensorParallelEngine(rank.loaded.engine, ranks, rebalancing)
     sender = RankedSender(rank.sender, ranks, time.monotonic)
-    return WorkerParts(
-        equipped(rank, engine, sender, RankedReceiver(rank.receiver, addresses, ranks, time.monotonic)), rank, led
-    )
+    receiver = RankedReceiver(rank.receiver, addresses, ranks, time.monotonic)
+    return WorkerParts(equipped(rank, engine, sender, receiver), rank, led, tier_parts)
+
+
+async def _with_tiers(
+    settings: WorkerSettings,
+    rank: RankParts,
+    peer: Peer,
+    network: Network,
+    secret: bytes,
+    led: LedRanks | None = None,
+) -> TierParts | None:
+    """Return the worker's tiers, if it has any; close its ranks where they can't be made. Raises ConfigError."""
+    try:
+        return await asyncio.to_thread(make_tiers, settings.tiers, rank, peer, network, secret, settings.transfer)
+    except BaseException:
+        if led is not None:
+            await led.close()
+        await rank.close()
+        raise
 
 
 def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None":

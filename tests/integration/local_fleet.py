@@ -15,6 +15,7 @@ from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.worker_parts import WorkerParts, load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy, decode_role
+from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.transports.tcp import TcpStream
 from twostroke.prefill_worker.config import PrefillConfig
@@ -72,6 +73,7 @@ class Shape:
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
     pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, **ONLY_PAIRS))
     transfers: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
 
 
 @dataclass
@@ -217,6 +219,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
         transfer=shape.transfers,
         swap_bytes=shape.swap_bytes,
         has_mtp=shape.has_mtp,
+        tiers=shape.tiers,
     )
 
 
