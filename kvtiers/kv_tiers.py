@@ -13,7 +13,7 @@ computed. A read that fails offers less, or declines. Nothing here fails a reque
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 
 READS_AT_ONCE = 4
 """Objects of one prefix that are read one beside the other."""
-LEAST_WAIT_S = 0.05
-"""Least time that a read is given, where computing takes longer: predictions of milliseconds mean little."""
+LEAST_WAIT_S = 0.25
+"""Time that a read is given at least, where computing takes longer: predictions of milliseconds mean little."""
 PATIENCE = 2.0
 """A read may take so many times what was predicted."""
 FIRST_LINK_BYTES_PER_S = 2e9
@@ -131,7 +131,10 @@ class KVTiers:
         self._addresses: tuple[Address, ...] = ()
 
     async def start(self, host: str, worker: TieredWorker) -> None:
-        """Listen for the worker's KV, and learn what the storage holds, as far as FIRST_SCAN_S allow. Raises ConnectionLost where `host` can't be listened on."""
+        """Listen for the worker's KV, and learn what the storage holds, as far as FIRST_SCAN_S allow.
+
+        Raises ConnectionLost where `host` can't be listened on.
+        """
         self._worker = worker
         self._addresses = await self.receiver.start(host)
         scanned: set[asyncio.Task[bool]] = set()
@@ -361,7 +364,8 @@ class KVTiers:
             if is_windows
             else [group for group in range(self._groups.count) if group not in self._groups.windowed]
         )
-        missing = [group for group in groups if held is None or group not in held.blocks]
+        wanted = self._kept_rows(ref, groups)
+        missing = {group: first for group, first in wanted.items() if held is None or group not in held.blocks}
         if not is_windows:
             self._host_counts["lookups"] += 1
         if not missing and held is not None:
@@ -377,9 +381,9 @@ class KVTiers:
             if one is None:
                 return None
             found = await tier.read(ref, {group: self._section(one, group) for group in missing})
-            for group in set(missing) - found:
+            for group in missing.keys() - found:
                 self.host.give_back(one, group)
-            if not is_windows and found != set(missing):
+            if not is_windows and found != missing.keys():
                 self.host.free(one)
                 return None
             return self.host.add(one)
@@ -387,14 +391,18 @@ class KVTiers:
             if held is not None:
                 held.pins -= 1
 
-    def _room_for(self, ref: ObjectRef, groups: Iterable[int]) -> HostObject | None:
-        """Return an object with memory for these groups' rows, as objects keep them; None where there is too little."""
+    def _kept_rows(self, ref: ObjectRef, groups: Iterable[int]) -> dict[int, int]:
+        """Return by group the first row that an object keeps of it; not those of which it keeps none."""
         rows = {group: max(ref.first_row, self._first_kept(group, ref.end_row)) for group in groups}
-        block_ids = self.host.allocate(sum(ref.end_row - first for first in rows.values()))
+        return {group: first for group, first in rows.items() if first < ref.end_row}
+
+    def _room_for(self, ref: ObjectRef, first_rows: Mapping[int, int]) -> HostObject | None:
+        """Return an object with memory for these groups' rows, from their first ones on; None: there is too little."""
+        block_ids = self.host.allocate(sum(ref.end_row - first for first in first_rows.values()))
         if block_ids is None:
             return None
         one = HostObject(ref.name, ref.first_row, ref.end_row)
-        for group, first in rows.items():
+        for group, first in first_rows.items():
             count = ref.end_row - first
             one.blocks[group] = first, block_ids[:count]
             del block_ids[:count]
@@ -473,7 +481,7 @@ class KVTiers:
             return None
         objects: list[HostObject] = []
         for ref in run.refs:
-            one = self._room_for(ref, range(self._groups.count))
+            one = self._room_for(ref, self._kept_rows(ref, range(self._groups.count)))
             if one is None:
                 break
             one.pins = 1

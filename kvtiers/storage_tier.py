@@ -190,6 +190,9 @@ class StorageTier:
             await self.writes.run(lambda: self._write(ref, sections))
         except OSError as error:
             self._failed("write", error)
+        except ValueError as error:  # a fault of ours: no reason to write nothing any more
+            self.count("errors")
+            _log.error("an object could not be written to the %s tier: %s", self.name, error)
         else:
             self._failures = 0
             self.count("written_objects")
