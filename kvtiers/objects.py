@@ -81,7 +81,7 @@ class SectionData(NamedTuple):
     buffers: Sequence[memoryview]  # contiguous; `section_bytes` together, tensor after tensor
 
 
-class Section(msgspec.Struct, frozen=True, array_like=True):
+class StoredSection(msgspec.Struct, frozen=True, array_like=True):
     """One section, as the header tells it."""
 
     group: int
@@ -103,7 +103,7 @@ class ObjectHeader(msgspec.Struct, frozen=True, array_like=True):
     first_row: int
     num_rows: int
     row_hashes: bytes  # as in ObjectRows
-    sections: tuple[Section, ...]
+    sections: tuple[StoredSection, ...]
     cipher: str  # empty: none
     created: int  # seconds since 1970
 
@@ -152,7 +152,7 @@ def write_object(
         num_rows=rows.num_rows,
         row_hashes=rows.row_hashes,
         sections=tuple(
-            Section(part.group, part.first_row, part.num_rows, sum(view.nbytes for view in part.buffers))
+            StoredSection(part.group, part.first_row, part.num_rows, sum(view.nbytes for view in part.buffers))
             for part in sections
         ),
         cipher=seal.name,
