@@ -155,7 +155,6 @@ class RouterReplica:
         source = ClusterConfig(slo=settings.slo, auth=settings.auth)
         tenants = Tenants(
             await asyncio.to_thread(keys_of, source),
-            secret=secret,
             clock=time.monotonic,
             num_routers=replicas,
             is_needed=settings.auth != AuthConfig(),

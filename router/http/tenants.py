@@ -157,12 +157,12 @@ class Tenant:
     `cache_salt` keeps its prefixes apart from others'.
     """
 
-    def __init__(self, key: KeyConfig, *, secret: bytes, clock: Clock, num_routers: int):
+    def __init__(self, key: KeyConfig, *, clock: Clock, num_routers: int):
         self.key = key
         self.name = key.name
         self.slo_class = key.slo_class
         self.is_admin = key.admin
-        self.cache_salt = hmac.digest(secret, b"cache salt of " + key.name.encode(), "sha256")[:_SALT_BYTES]
+        self.cache_salt = cache_salt(key)
         self._requests = TokenBucket("requests", _part(key.requests_per_minute, num_routers), clock)
         self._tokens = TokenBucket("tokens", _part(key.tokens_per_minute, num_routers), clock)
         self._max_in_flight = math.inf if key.max_in_flight is None else -(-key.max_in_flight // num_routers)
@@ -210,13 +210,11 @@ class Tenants:
         self,
         keys: Sequence[KeyConfig],
         *,
-        secret: bytes,
         clock: Clock,
         num_routers: int = 1,
         is_needed: bool | None = None,
         wall_clock: Clock = time.time,
     ):
-        self._secret = secret
         self._clock = clock
         self._num_routers = num_routers
         self._is_needed = bool(keys) if is_needed is None else is_needed
@@ -239,7 +237,7 @@ class Tenants:
         self._tenants = [
             (
                 bytes.fromhex(key.sha256),
-                known.get(key) or Tenant(key, secret=self._secret, clock=self._clock, num_routers=self._num_routers),
+                known.get(key) or Tenant(key, clock=self._clock, num_routers=self._num_routers),
             )
             for key in keys
         ]
@@ -259,6 +257,15 @@ class Tenants:
         if self._wall_clock() >= found.key.expires_at:
             raise _unauthorized("the API key has expired: ask those who run the server for a new one")
         return found
+
+
+def cache_salt(key: KeyConfig) -> bytes:
+    """Return the 16 bytes that keep the prefixes of this key's owner apart from others'.
+
+    They stay over restarts, so that KV which outlives the server is found again, and only who knows the key or its hash
+    can compute them. A new key of the same owner has others.
+    """
+    return hmac.digest(bytes.fromhex(key.sha256), b"cache salt of " + key.name.encode(), "sha256")[:_SALT_BYTES]
 
 
 def new_key() -> tuple[str, str]:

@@ -17,7 +17,7 @@ from twostroke.router.http.tenants import Tenants
 
 def keys_in(file: Path) -> Tenants:
     config = read_config({"auth": {"keys_file": str(file)}})
-    return Tenants(keys_of(config), secret=b"s", clock=lambda: 0.0)
+    return Tenants(keys_of(config), clock=lambda: 0.0)
 
 
 def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -37,7 +37,7 @@ def test_a_key_is_typed_beside_those_of_the_file_and_only_its_hash_is_kept(tmp_p
     assert "secret-word" not in str(settings)
     keys = read_config(settings).auth.keys
     assert [key.name for key in keys] == ["alice", "api-key"]
-    tenants = Tenants(keys, secret=b"s", clock=lambda: 0.0)
+    tenants = Tenants(keys, clock=lambda: 0.0)
     assert tenants.of("Bearer secret-word").is_admin
 
 

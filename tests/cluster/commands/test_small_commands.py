@@ -64,7 +64,7 @@ def test_a_new_key_is_shown_once_with_the_line_that_makes_it_known(capsys: pytes
     line = next(line for line in told.splitlines() if line.strip().startswith("- {"))
     assert key not in line
     config = read_config({"auth": {"keys": yaml.safe_load(line)}})
-    tenant = Tenants(config.auth.keys, secret=b"s", clock=lambda: 0.0).of(f"Bearer {key}")
+    tenant = Tenants(config.auth.keys, clock=lambda: 0.0).of(f"Bearer {key}")
     assert (tenant.name, tenant.slo_class, tenant.is_admin) == ('Zoë "Z"', "standard", True)
 
 

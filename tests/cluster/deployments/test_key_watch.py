@@ -38,7 +38,7 @@ def become(file: Path, text: str | None) -> None:
 
 def watch_of(file: Path, clock: Callable[[], float] = time.monotonic) -> tuple[KeyWatch, Tenants]:
     config: ClusterConfig = read_config({"auth": {"keys": [OWN], "keys_file": str(file)}})
-    tenants = Tenants(keys_of(config), secret=b"s", clock=lambda: 0.0, is_needed=True)
+    tenants = Tenants(keys_of(config), clock=lambda: 0.0, is_needed=True)
     return KeyWatch(config, tenants, clock), tenants
 
 

@@ -68,7 +68,7 @@ def test_what_is_checked_by_hand_is_described_too(told):
 @pytest.mark.parametrize("has_keys", [True, False])
 async def test_what_needs_a_key_says_so_and_health_never_does(site_of, has_keys):
     keys = [KeyConfig(name="alice", sha256=new_key()[1])] if has_keys else []
-    async with site_of(0, 1, tenants=Tenants(keys, secret=b"secret", clock=lambda: 0.0)) as site:
+    async with site_of(0, 1, tenants=Tenants(keys, clock=lambda: 0.0)) as site:
         for path, methods in site.app.openapi()["paths"].items():
             for operation in methods.values():
                 assert ("security" in operation) == (has_keys and path not in OPEN_PATHS)

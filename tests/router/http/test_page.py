@@ -152,7 +152,7 @@ async def test_any_name_is_ours_where_it_is_said(setting: dict[str, tuple[str, .
 async def test_with_keys_any_name_is_ours_and_pages_of_others_get_nothing_all_the_same(site_of) -> None:
     """A page that somebody's browser was led here by has no key."""
     key, sha256 = new_key()
-    tenants = Tenants([KeyConfig(name="a", sha256=sha256)], secret=b"s", clock=lambda: 0.0)
+    tenants = Tenants([KeyConfig(name="a", sha256=sha256)], clock=lambda: 0.0)
     async with site_of(1, 1, tenants=tenants) as site:
         fields = {"host": "llm.example", "authorization": f"Bearer {key}"}
         assert (await site.http.get("/version", headers=fields)).status_code == 200

@@ -1,6 +1,9 @@
 """API keys: who is known, what tells tenants apart, and a key's limits on a clock that a test sets."""
 
 import hashlib
+import hmac
+import subprocess
+import sys
 from datetime import UTC, date, datetime
 
 import pytest
@@ -14,10 +17,9 @@ from twostroke.router.http.tenants import (
     Tenant,
     Tenants,
     TokenBucket,
+    cache_salt,
     new_key,
 )
-
-SECRET = b"the cluster's secret"
 
 
 def hashed(key: str) -> str:
@@ -30,8 +32,8 @@ ALICE = KeyConfig(
 BOB = KeyConfig(name="bob", sha256=hashed("key-b"), admin=True)
 
 
-def tenants(secret: bytes = SECRET, num_routers: int = 1) -> Tenants:
-    return Tenants([ALICE, BOB], secret=secret, clock=lambda: 0.0, num_routers=num_routers)
+def tenants(num_routers: int = 1) -> Tenants:
+    return Tenants([ALICE, BOB], clock=lambda: 0.0, num_routers=num_routers)
 
 
 def test_a_key_names_its_tenant() -> None:
@@ -72,12 +74,25 @@ def test_a_given_key_is_compared_with_all_of_them(monkeypatch: pytest.MonkeyPatc
     assert len(compared) == 2
 
 
-def test_salts_differ_by_tenant_and_by_secret_and_stay() -> None:
+def test_salts_differ_by_key_and_by_name_and_stay_over_restarts() -> None:
     salts = [tenants().of("Bearer key-a").cache_salt, tenants().of("Bearer key-b").cache_salt]
-    salts.append(tenants(b"another secret").of("Bearer key-a").cache_salt)
-    assert len(set(salts)) == 3
-    assert tenants().of("Bearer key-a").cache_salt == salts[0]
+    salts += [cache_salt(ALICE.model_copy(update=new)) for new in ({"name": "carol"}, {"sha256": hashed("key-c")})]
+    assert len(set(salts)) == 4
     assert all(len(salt) == 16 for salt in salts)
+    # Another process, which knows nothing but the configuration, finds the same.
+    script = (
+        "import sys; from twostroke.router.http.tenants import *\n"
+        "print(Tenants([KeyConfig(name='alice', sha256=sys.argv[1])], clock=lambda: 0.0)"
+        ".of('Bearer key-a').cache_salt.hex())"
+    )
+    done = subprocess.run([sys.executable, "-c", script, ALICE.sha256], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == salts[0].hex()
+
+
+def test_a_salt_is_none_that_a_name_alone_leads_to() -> None:
+    """Without a secret any tenant could compute the names of another's prefixes."""
+    unkeyed = hashlib.sha256(b"cache salt of alice").digest()[:16]
+    assert cache_salt(ALICE) not in (unkeyed, hmac.digest(b"", b"cache salt of alice", "sha256")[:16])
 
 
 def test_each_of_many_routers_gives_its_part_of_a_limit() -> None:
@@ -96,7 +111,7 @@ def test_a_fresh_key_is_known_by_its_hash_and_never_twice_the_same() -> None:
     assert len(key) > 40
     assert new_key()[0] != key
     new = KeyConfig(name="new", sha256=sha256)
-    assert Tenants([new], secret=SECRET, clock=lambda: 0.0).of(f"Bearer {key}").name == "new"
+    assert Tenants([new], clock=lambda: 0.0).of(f"Bearer {key}").name == "new"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +129,7 @@ def test_a_key_is_refused_from_the_moment_on_at_which_it_expires(given: object, 
     assert KeyConfig.model_validate(key.model_dump(mode="json")) == key
     clock = Clock()
     clock.now = key.expires_at - 1
-    known = Tenants([key], secret=SECRET, clock=lambda: 0.0, wall_clock=clock)
+    known = Tenants([key], clock=lambda: 0.0, wall_clock=clock)
     assert known.of("Bearer key-a").name == "alice"
     clock.now += 1
     with pytest.raises(RequestError, match="has expired") as caught:
@@ -152,7 +167,7 @@ def test_keys_that_are_alike_are_refused() -> None:
 
 def limited(clock: Clock, **limits: float) -> Tenant:
     key = KeyConfig(name="alice", sha256=ALICE.sha256, **limits)
-    return Tenant(key, secret=SECRET, clock=clock, num_routers=1)
+    return Tenant(key, clock=clock, num_routers=1)
 
 
 def test_a_bucket_holds_a_minutes_worth_and_is_refilled_steadily() -> None:

@@ -21,7 +21,7 @@ ASK = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
 
 def tenants(**limits) -> Tenants:
     keys = [KeyConfig(name="alice", sha256=HASH, **limits), KeyConfig(name="root", sha256=ADMIN_HASH, admin=True)]
-    return Tenants(keys, secret=b"secret", clock=lambda: 0.0)
+    return Tenants(keys, clock=lambda: 0.0)
 
 
 def bearer(key: str) -> dict[str, str]:

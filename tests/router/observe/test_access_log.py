@@ -85,7 +85,7 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
 async def test_who_asked_is_told_by_the_name_of_the_key(site_of, logged):
     key, sha256 = new_key()
     alice = KeyConfig(name="alice", sha256=sha256, requests_per_minute=1)
-    async with site_of(1, 1, tenants=Tenants([alice], secret=b"s" * 32, clock=time.monotonic)) as site:
+    async with site_of(1, 1, tenants=Tenants([alice], clock=time.monotonic)) as site:
         for authorization in (f"Bearer {key}", f"Bearer {key}", "Bearer wrong"):
             await site.http.post("/v1/completions", json=BODY, headers={"authorization": authorization})
     told = [(line["status"], line.get("tenant"), line.get("code")) for line in access(logged())]

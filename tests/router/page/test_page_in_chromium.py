@@ -222,7 +222,7 @@ async def test_the_request_is_copied_as_a_command_without_the_key(site_of, windo
 
 async def test_a_key_is_asked_for_kept_in_the_tab_and_sent(site_of, window):
     key, digest = new_key()
-    tenants = Tenants([KeyConfig(name="ann", sha256=digest)], secret=b"secret", clock=lambda: 0.0)
+    tenants = Tenants([KeyConfig(name="ann", sha256=digest)], clock=lambda: 0.0)
     async with site_of(1, 1, listen=True, tenants=tenants) as site, window(site.url, may_complain=True) as page:
         for given in ("wrong", key):
             await page.get_by_label("Key", exact=True).fill(given)

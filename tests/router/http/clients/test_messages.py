@@ -112,7 +112,7 @@ async def test_a_stream_that_fails_later_ends_with_an_error(site, monkeypatch):
 
 async def test_a_key_may_come_in_the_clients_own_header(site_of):
     key, digest = new_key()
-    tenants = Tenants([KeyConfig(name="alice", sha256=digest)], secret=b"secret", clock=lambda: 0.0)
+    tenants = Tenants([KeyConfig(name="alice", sha256=digest)], clock=lambda: 0.0)
     async with site_of(1, 1, tenants=tenants) as site:
         assert (await post(site, FIELDS, **{"x-api-key": key})).status_code == 200
         assert (await post(site, FIELDS, authorization=f"Bearer {key}")).status_code == 200
