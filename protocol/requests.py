@@ -176,6 +176,7 @@ class PrefillReply(msgspec.Struct, frozen=True):
     chunk_ends_s: tuple[float, ...] = ()  # since the first step of `prefill_s`, when each but the last has ended
     scores: PromptScores | None = None
     embedding: bytes = b""  # float32 [hidden], little-endian, of length 1; empty where none is asked for
+    tier_tokens: int = 0  # of the cached tokens, those whose KV came from a KV tier
 
 
 class DecodeReply(msgspec.Struct, frozen=True):
@@ -187,6 +188,7 @@ class DecodeReply(msgspec.Struct, frozen=True):
     transfer_s: float  # from reservation to verified KV; 0 without a transfer
     queue_s: float  # from then to the first decode step
     num_preemptions: int
+    tier_tokens: int = 0  # of the cached tokens, those whose KV came from a KV tier
 
 
 def finish_reason(request: GenerateRequest, num_output_tokens: int, last_token: int) -> FinishReason | None:

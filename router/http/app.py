@@ -156,8 +156,11 @@ async def _generate(
     new_writer: Callable[..., ResponseWriter],
     request: Request,
     resources: ExitStack,
+    keep_s: float = 0.0,
 ) -> Response:
     """Make jobs of the request, run them, and write what comes of them in the endpoint's format.
+
+    `keep_s`: see RequestLimits.
 
     Raises RequestError for what is wrong, what the caller may not have, and what is too much now.
     """
@@ -172,7 +175,7 @@ async def _generate(
         has_key=tenant is not None,
         key_class=None if tenant is None else tenant.slo_class,
     )
-    limits = RequestLimits(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt)
+    limits = RequestLimits(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt, keep_s)
     if tenant is not None:
         resources.enter_context(tenant.in_flight(body.num_choices))
     resources.enter_context(service.gate.room(body.num_choices))
@@ -256,7 +259,7 @@ async def messages(body: MessagesRequest, request: Request, resources: Resources
     service.check(body)
     draft = body.draft()
     with draft.naming():
-        return await _generate(draft.chat(), MessagesWriter, request, resources)
+        return await _generate(draft.chat(), MessagesWriter, request, resources, body.keep_s)
 
 
 @keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))

@@ -100,6 +100,11 @@ class HttpExchange:
         """Prompt tokens found in a prefix cache; other choices find what the first of their prompt has computed."""
         return sum(stages.num_cached_tokens for stages in self.leaders)
 
+    @property
+    def num_tier_tokens(self) -> int:
+        """Prompt tokens of these whose KV came from a KV tier."""
+        return sum(stages.num_tier_tokens for stages in self.leaders)
+
 
 def exchange_of(request: HTTPConnection) -> HttpExchange:
     """The exchange that the request is a part of. For an app with `Exchanges`."""

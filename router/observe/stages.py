@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.requests import NO_REQUEST, FinishReason, LogContext, PrefillReply
+from twostroke.protocol.requests import NO_REQUEST, DecodeReply, FinishReason, LogContext, PrefillReply
 from twostroke.router.attempt_events import (
     AttemptContext,
     AttemptEnded,
@@ -35,6 +35,7 @@ class WorkerTimings:
     """The workers' own timings of an attempt; None: has not happened, or not yet."""
 
     num_cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    num_tier_tokens: int = 0  # of these, whose KV came from a KV tier
     prefill_queue_s: float | None = None
     prefill_s: float | None = None
     chunk_ends_s: tuple[float, ...] = ()  # within it
@@ -121,7 +122,7 @@ class SequenceStages(WorkerTimings):
                 self.decode_queue_s = reply.queue_s
                 self.num_skipped_tokens = reply.num_cached_tokens if event.has_transfer else 0
                 if self.prefill_s is None:  # the prompt was computed there
-                    self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+                    self._keep_cached(reply, num_prompt_tokens)
             case ScoreDone():
                 self._keep_prefill(event.reply, num_prompt_tokens)
                 self.first_token = self.finish = event.at
@@ -134,7 +135,11 @@ class SequenceStages(WorkerTimings):
 
     def _keep_prefill(self, reply: PrefillReply, num_prompt_tokens: int) -> None:
         self.prefill_queue_s, self.prefill_s = reply.queue_s, reply.prefill_s
+        self._keep_cached(reply, num_prompt_tokens)
+
+    def _keep_cached(self, reply: PrefillReply | DecodeReply, num_prompt_tokens: int) -> None:
         self.num_cached_tokens = min(reply.num_cached_tokens, num_prompt_tokens)
+        self.num_tier_tokens = min(reply.tier_tokens, self.num_cached_tokens)
 
     def begin_attempt(self, now: float, path: Path) -> None:
         """Count an attempt, and forget the workers' numbers of the one before."""

@@ -56,10 +56,18 @@ def error_object(error: TwostrokeError) -> ErrorObject:
     return {"error": {"message": str(shown), "type": kind, "param": shown.param, "code": shown.code}}
 
 
+class CachedTokensDetails(TypedDict):
+    """Cached tokens by the place of their KV, our extension."""
+
+    memory: int  # a worker's KV cache
+    tiers: int
+
+
 class PromptTokensDetails(TypedDict):
     """`usage.prompt_tokens_details`."""
 
     cached_tokens: int
+    cached_tokens_details: NotRequired[CachedTokensDetails]  # where KV came from a KV tier
 
 
 class CompletionTokensDetails(TypedDict):

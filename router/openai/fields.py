@@ -1,9 +1,10 @@
 """Base model and checks that the models of requests share."""
 
 import math
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from twostroke.protocol.errors import RequestError
 from twostroke.router.text.written_calls import is_unicode
@@ -54,3 +55,47 @@ class StrictModel(BaseModel):
     """An object of a request: unknown members are kept, to be named."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+REUSE_S = 300.0
+"""Seconds for which KV is wanted where a client says that it will send a prompt's beginning again, and not when."""
+
+_RETENTION_S = {"in_memory": REUSE_S, "in-memory": REUSE_S, "24h": 86400.0}
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
+
+
+class PromptCacheFields(BaseModel):
+    """OpenAI's fields that tell how long a prompt's KV should be kept. They find no KV of another key or salt."""
+
+    prompt_cache_key: ShortText | None = None  # which prompts share it is found by their tokens, whatever it says
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which the client wants the prompt's KV kept; 0: no wish."""
+        asked = 0.0 if self.prompt_cache_retention is None else _RETENTION_S[self.prompt_cache_retention]
+        return max(asked, REUSE_S if self.prompt_cache_key else 0.0)
+
+
+class CacheControl(StrictModel):
+    """Anthropic's `cache_control`: the prompt's beginning, up to where it stands, will be sent again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+def _cache_control(value: Any) -> Any:
+    """Check by hand, because pydantic's error would lie deeper than errors name fields."""
+    if value is not None and not (
+        isinstance(value, dict) and value.get("type") == "ephemeral" and value.get("ttl") in (None, *_TTL_S)
+    ):
+        raise ValueError('cache_control must be {"type": "ephemeral"}, with a ttl of 5m or 1h or none')
+    return value
+
+
+CacheMark = Annotated[CacheControl | None, BeforeValidator(_cache_control)]
+
+
+def longest_ttl(marks: Iterable[CacheControl | None]) -> float:
+    """Return the longest of the times that these marks ask for, in seconds; 0 without any."""
+    return max((_TTL_S[mark.ttl or "5m"] for mark in marks if mark is not None), default=0.0)

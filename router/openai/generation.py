@@ -23,6 +23,7 @@ from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.metrics import Outcome, RouterMetrics
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.openai.answers import (
+    CachedTokensDetails,
     ChoiceDelta,
     ResponseWriter,
     StreamWriter,
@@ -132,7 +133,7 @@ class ChoiceRunner:
             async for event in events:
                 yield event
         if scoring.attempts:  # tokens were cached later because scoring had computed them
-            stages.num_cached_tokens = scoring.num_cached_tokens
+            stages.num_cached_tokens, stages.num_tier_tokens = scoring.num_cached_tokens, scoring.num_tier_tokens
             stages.tries[:0] = scoring.tries
 
 
@@ -432,8 +433,11 @@ class Generation:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_output_tokens,
             "total_tokens": num_prompt_tokens + num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._exchange.num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": (num_cached := self._exchange.num_cached_tokens)},
         }
+        if num_tier := self._exchange.num_tier_tokens:
+            by_place: CachedTokensDetails = {"memory": num_cached - num_tier, "tiers": num_tier}
+            usage["prompt_tokens_details"]["cached_tokens_details"] = by_place
         if any(job.chat is not None and job.chat.opened.has_reasoning for job in self._jobs):
             num_reasoning_tokens = sum(stages.num_reasoning_tokens for stages in self._stages)
             usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}

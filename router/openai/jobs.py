@@ -83,6 +83,7 @@ class RequestLimits:
     max_context: int  # tokens, prompt and output together
     promise: Promise
     cache_salt: bytes = b""  # of the API key
+    keep_s: float = 0.0  # seconds for which the client wants KV kept, by an API whose chats have no field for it
 
 
 class JobMaker:
@@ -339,6 +340,7 @@ class JobMaker:
             grammar=grammar,
             promise=limits.promise,
             client=limits.cache_salt,
+            keep_s=max(limits.keep_s, body.keep_s),
         )
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.router.openai.answers import ChoiceDelta, StreamWriter, Usage, encode_json, named_event
-from twostroke.router.openai.fields import ShortText, StrictModel, Text
+from twostroke.router.openai.fields import CacheControl, CacheMark, ShortText, StrictModel, Text, longest_ttl
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
@@ -45,7 +45,7 @@ class TextBlock(StrictModel):
     type: Literal["text"]
     text: Text
     citations: Any = None
-    cache_control: Any = None  # without effect, as in all blocks: every prefix may be cached
+    cache_control: CacheMark = None
 
 
 class ThinkingBlock(StrictModel):
@@ -64,7 +64,7 @@ class ToolUseBlock(StrictModel):
     name: FunctionName
     input: dict[str, Any]
     caller: Any = None
-    cache_control: Any = None
+    cache_control: CacheMark = None
 
 
 class ToolResultBlock(StrictModel):
@@ -74,7 +74,7 @@ class ToolResultBlock(StrictModel):
     tool_use_id: ShortText
     content: "Text | TextBlocks | None" = None
     is_error: bool | None = None  # chat templates have no word for it
-    cache_control: Any = None
+    cache_control: CacheMark = None
 
 
 def _type_of(value: Any) -> str:
@@ -133,7 +133,7 @@ class CustomTool(StrictModel):
     description: Text | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: Any = None
+    cache_control: CacheMark = None
 
 
 Tool = Annotated[CustomTool, BeforeValidator(only(("custom",), _OWN_TOOLS, default="custom"))]
@@ -193,7 +193,7 @@ class CountTokensRequest(SamplingFields):
         "context_management": (_NOT_CUT, ({},)),
     }
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        ("metadata", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id", "diagnostics")
+        ("metadata", "inference_geo", "speed", "user_profile_id", "workspace_id", "diagnostics")
     )
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -202,6 +202,22 @@ class CountTokensRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheMark = None
+
+    @property
+    def keep_s(self) -> float:
+        """Seconds for which the client wants the prompt's KV kept: the longest that any part asks for; 0: no wish."""
+        return longest_ttl(self._cache_marks())
+
+    def _cache_marks(self) -> Iterator[CacheControl | None]:
+        yield self.cache_control
+        yield from (tool.cache_control for tool in self.tools or ())
+        for content in (self.system, *(message.content for message in self.messages)):
+            for block in content if isinstance(content, list) else ():
+                if not isinstance(block, ThinkingBlock):
+                    yield block.cache_control
+                if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                    yield from (inner.cache_control for inner in block.content)
 
     def draft(self) -> ChatDraft:
         """The chat that this is."""
@@ -333,11 +349,11 @@ class AnswerToolUse(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """`usage`. The prompt's tokens are `input_tokens` and `cache_read_input_tokens` together."""
+    """`usage`. The prompt's tokens are the first three together."""
 
     input_tokens: int
     cache_read_input_tokens: int
-    cache_creation_input_tokens: int  # 0: nobody pays for that
+    cache_creation_input_tokens: int  # of a prompt with cache_control: what was computed, and is to be kept
     output_tokens: int
 
 
@@ -420,6 +436,7 @@ class MessagesWriter(StreamWriter):
         self._pieces: list[str] = []  # of the last block, while it is open
         self._is_open = False
         self._has_begun = False
+        self._is_kept = any(job.request.keep_s > 0 for job in jobs)
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, choices: Sequence[Sequence[ChoiceDelta]], usage: Usage) -> bytes:
@@ -438,7 +455,7 @@ class MessagesWriter(StreamWriter):
 
     def ending(self, usage: Usage) -> bytes:
         return _written(
-            [{"type": "message_delta", "delta": self._stop, "usage": _usage(usage)}, {"type": "message_stop"}]
+            [{"type": "message_delta", "delta": self._stop, "usage": self._usage(usage)}, {"type": "message_stop"}]
         )
 
     def failure(self, error: TwostrokeError) -> bytes:
@@ -490,7 +507,17 @@ class MessagesWriter(StreamWriter):
 
     def _message(self, usage: Usage) -> dict[str, Any]:
         """The message as far as it has come."""
-        return {**self._head, "content": self._blocks, **self._stop, "usage": _usage(usage)}
+        return {**self._head, "content": self._blocks, **self._stop, "usage": self._usage(usage)}
+
+    def _usage(self, usage: Usage) -> MessageUsage:
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        computed = usage["prompt_tokens"] - cached
+        return {
+            "input_tokens": 0 if self._is_kept else computed,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": computed if self._is_kept else 0,
+            "output_tokens": usage["completion_tokens"],
+        }
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -504,13 +531,3 @@ def _input(arguments: str) -> dict[str, Any]:
 
 def _written(events: Iterable[Event]) -> bytes:
     return b"".join(named_event(one["type"], one) for one in events)
-
-
-def _usage(usage: Usage) -> MessageUsage:
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage["completion_tokens"],
-    }

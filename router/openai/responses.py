@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from twostroke.router.openai.fields import ShortText, StrictModel, Text
+from twostroke.router.openai.fields import PromptCacheFields, ShortText, StrictModel, Text
 from twostroke.router.openai.schemas import MAX_LOGPROBS, TEXT_ALONE, ChatDraft, SamplingFields, Stop, only
 from twostroke.router.openai.tools import FunctionName
 
@@ -182,7 +182,7 @@ _NAME_OF_CHAT_FIELD = {
 }
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, PromptCacheFields):
     """POST /v1/responses."""
 
     lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {
@@ -197,7 +197,7 @@ class ResponsesRequest(SamplingFields):
     }
     without_effect: ClassVar[frozenset[str]] = frozenset(
         (
-            *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("user", "safety_identifier", "prompt_cache_options"),
             *("max_tool_calls", "stream_options", "access_programs", "image"),
         )
     )
@@ -242,6 +242,8 @@ class ResponsesRequest(SamplingFields):
             response_format=None if text.format is None else _chat_format(text.format),
             verbosity=text.verbosity,
             reasoning_effort=reasoning.effort,
+            prompt_cache_key=self.prompt_cache_key,
+            prompt_cache_retention=self.prompt_cache_retention,
         )
         return draft
 

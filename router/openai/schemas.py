@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
+from twostroke.router.openai.fields import FieldError, PromptCacheFields, ShortText, StrictModel, Text
 from twostroke.router.openai.structured import StructuredFields
 from twostroke.router.openai.tools import CalledBefore, Calls, ToolFields, old_call_id
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
@@ -65,7 +65,7 @@ Stop = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_
 
 WITHOUT_EFFECT = frozenset(
     # What OpenAI's own clients send for OpenAI's own books, or to get the same answer sooner.
-    ("user", "store", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+    ("user", "store", "metadata", "safety_identifier", "parallel_tool_calls")
 )
 """Accepted whatever they say, even where the router is strict."""
 
@@ -186,7 +186,7 @@ class Prediction(StrictModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationFields(SamplingFields, StructuredFields):
+class GenerationFields(SamplingFields, StructuredFields, PromptCacheFields):
     """Fields that completions and chats share."""
 
     stream_options: StreamOptions | None = None

@@ -90,7 +90,7 @@ def test_salts_differ_by_key_and_by_name_and_stay_over_restarts() -> None:
 
 
 def test_a_salt_is_none_that_a_name_alone_leads_to() -> None:
-    """Without a secret any tenant could compute the names of another's prefixes."""
+    """Any tenant could compute the names of another's prefixes otherwise."""
     unkeyed = hashlib.sha256(b"cache salt of alice").digest()[:16]
     assert cache_salt(ALICE) not in (unkeyed, hmac.digest(b"", b"cache salt of alice", "sha256")[:16])
 
