@@ -2,7 +2,8 @@
 
 The router's own PathChooser is asked, as for a request; the workers exist only as the numbers and block names that they
 would tell. Prompts begin with one of a few system prompts that many workers hold, go on with a conversation that one
-worker of each role holds, and end with something new. Hashing a prompt is timed apart: it is done once a request.
+worker of each role holds, and end with something new. Hashing a prompt is timed apart: it is done once a request. With
+--tiers each worker has a KV tier, and the tier of another worker of each role holds the conversation.
 
 Times are the thread's own, which stand still while neighbours have the core: nothing here waits.
 """
@@ -21,7 +22,7 @@ from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
-from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
+from twostroke.protocol.stats import QueuedWork, StepCosts, TierStats, WorkerInfo, WorkerStats
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
 from twostroke.router.routing.chooser import PathChooser, PathConfig
 from twostroke.router.routing.in_flight import Hold
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", nargs="+", type=positive, default=list(WORKERS), help="half of them prefill")
     parser.add_argument("--blocks", nargs="+", type=positive, default=list(BLOCKS), help="in all workers' caches")
     parser.add_argument("--prompt-tokens", type=positive, default=4096)
+    parser.add_argument("--tiers", action="store_true", help="workers have KV tiers")
     parser.add_argument("--requests", type=positive, default=300, help="of each case; medians are reported")
 
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"prompts of {args.prompt_tokens} tokens, three quarters of them cached somewhere; medians in microseconds")
     print(f"{'workers':>8}{'blocks':>10}{'decide':>10}{'find':>8}{'hash':>8}")
     for workers, blocks in cases:
-        times = asyncio.run(measure(workers, blocks, args.prompt_tokens, args.requests))
+        times = asyncio.run(measure(workers, blocks, args.prompt_tokens, args.requests, tiers=args.tiers))
         measured[workers, blocks] = times
         numbers = f"{times.decide_s * 1e6:>10.0f}{times.find_s * 1e6:>8.0f}{times.hash_s * 1e6:>8.0f}"
         print(f"{workers:>8}{blocks:>10}{numbers}", flush=True)
@@ -78,28 +80,38 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_requests: int) -> Times:
+async def measure(
+    num_workers: int, num_blocks: int, prompt_tokens: int, num_requests: int, *, tiers: bool = False
+) -> Times:
     """Time `num_requests` decisions, each for another prompt, with the numbers of some workers renewed between them."""
     draw = random.Random(0)
     infos = [_info(number) for number in range(num_workers)]
     config = PathConfig()
     view = FleetView(time.monotonic)
-    blocks = BlockIndex(clock=time.monotonic, max_blocks=config.index_blocks, expected_s=config.expected_s)
+    names = PromptNames()
+    blocks, tier_blocks = (
+        BlockIndex(clock=time.monotonic, max_blocks=config.index_blocks, expected_s=config.expected_s, names=names)
+        for _ in range(2)
+    )
     chooser = PathChooser(
         workers=lambda: infos,
         follow=lambda workers: None,
         view=view,
         blocks=blocks,
+        tier_blocks=tier_blocks,
         clock=time.monotonic,
         config=config,
     )
     prompts = _prompts(draw, prompt_tokens, num_requests)
     requests = [_request(number, prompt) for number, prompt in enumerate(prompts)]
     for info in infos:
-        view.on_stats(info.peer, _stats(draw))
+        view.on_stats(info.peer, _stats(draw, tiers=tiers))
     cached = _caches(draw, infos, prompts, num_blocks)
-    for peer, names in cached.items():
-        blocks.heard(peer, _held(names))
+    for peer, held in cached.items():
+        blocks.heard(peer, _held(held))
+    if tiers:
+        for peer, held in _caches(random.Random(1), infos, prompts, num_blocks).items():
+            tier_blocks.heard(peer, _held(held))
 
     decide_s: list[float] = []
     hash_s: list[float] = []
@@ -110,7 +122,7 @@ async def measure(num_workers: int, num_blocks: int, prompt_tokens: int, num_req
         hash_s.append(time.thread_time() - begin)
         chooser.choose(request)  # hashes the prompt
         for info in draw.sample(infos, max(1, num_workers // 100)):
-            view.on_stats(info.peer, _stats(draw))
+            view.on_stats(info.peer, _stats(draw, tiers=tiers))
         if hold is not None:
             hold.release()  # now, so that this decision has to take in what has changed at two workers
         begin = time.thread_time()
@@ -177,7 +189,7 @@ def _info(number: int) -> WorkerInfo:
     )
 
 
-def _stats(draw: random.Random) -> WorkerStats:
+def _stats(draw: random.Random, *, tiers: bool) -> WorkerStats:
     """A worker at work, of two SLO classes."""
     running, waiting = draw.randrange(32), draw.randrange(4)
     slow = draw.uniform(0.9, 1.1)
@@ -193,6 +205,7 @@ def _stats(draw: random.Random) -> WorkerStats:
         ),
         context_tokens=running * 2000,
         tightest_tpot_s=0.05,
+        tiers=(TierStats("disk", num_bytes=1 << 40, read_s=0.002, read_token_s=6e-6),) if tiers else (),
         costs=StepCosts(0.008 * slow, 6e-5 * slow, 2e-9 * slow, 5e-5 * slow, 4e-8 * slow, 1000),
     )
 

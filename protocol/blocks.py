@@ -4,7 +4,8 @@ Block i's hash covers every token up to its end, so equal hashes mean equal KV: 
 also where the weights of some are quantised. The salt (one per tenant) keys the chain: without it nobody can tell, by
 timing, what another tenant has cached.
 
-A worker reports its prefix cache to routers: all names to a router that asks, and from then on each change.
+A worker reports its prefix cache to routers: all names to a router that asks, and from then on each change. A worker
+with KV tiers reports the names in them likewise, by reports of their own.
 
 All names of a large cache are megabytes. They go in pieces, each when the router has taken the one before it, while
 tokens and changes pass between them. A piece is read from the cache in the very moment when it is sent, after all
@@ -142,7 +143,11 @@ class BlockChanges:
 
 
 class NamedBlocks(Protocol):
-    """The part of a block pool that reports need; worker/scheduling/block_pool.py implements it."""
+    """The part of a block pool that reports need; worker/scheduling/block_pool.py implements it.
+
+    The index of KV tiers implements it too. Its blocks are places in the index, and a block that several tiers hold has
+    one.
+    """
 
     num_blocks: int
 
@@ -170,11 +175,15 @@ class _Reader:
 
 
 class BlockReports:
-    """One worker's reports. Nothing is recorded while no router has asked."""
+    """One worker's reports of its prefix cache or, with `is_tier`, of its KV tiers.
 
-    def __init__(self, blocks: NamedBlocks, send: Send):
+    Nothing is recorded while no router has asked.
+    """
+
+    def __init__(self, blocks: NamedBlocks, send: Send, *, is_tier: bool = False):
         self._blocks = blocks
         self._send = send
+        self._is_tier = is_tier
         self._readers: dict[str, _Reader] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._sequence = 0
@@ -209,7 +218,8 @@ class BlockReports:
     def _tell_anew(self, router_id: str, reader: _Reader) -> None:
         reader.num_told = 0
         if reader.telling is None:
-            reader.telling = asyncio.create_task(self._tell_all(router_id, reader), name=f"blocks to {router_id}")
+            what = "tiers' blocks" if self._is_tier else "blocks"
+            reader.telling = asyncio.create_task(self._tell_all(router_id, reader), name=f"{what} to {router_id}")
             self._ending.add(reader.telling)
             reader.telling.add_done_callback(self._ending.discard)
 
@@ -225,7 +235,13 @@ class BlockReports:
                 if is_last:
                     reader.telling = None
                 if names or first == 0 or is_last:
-                    held = BlocksHeld(names, is_first=first == 0, is_last=is_last, sequence=self._sequence)
+                    held = BlocksHeld(
+                        names,
+                        is_first=first == 0,
+                        is_last=is_last,
+                        sequence=self._sequence,
+                        is_tier=self._is_tier,
+                    )
                     self._send(router_id, reader.connection, held)
                 if is_last:
                     return
@@ -249,7 +265,8 @@ class BlockReports:
                 self._tell_anew(router_id, reader)
         elif changes.stored or changes.removed:
             self._sequence += 1
-            message = BlocksChanged(self._sequence, pack_hashes(changes.stored), pack_hashes(changes.removed))
+            stored, removed = pack_hashes(changes.stored), pack_hashes(changes.removed)
+            message = BlocksChanged(self._sequence, stored, removed, is_tier=self._is_tier)
             for router_id, reader in list(self._readers.items()):
                 if reader.num_told:
                     self._send(router_id, reader.connection, message)

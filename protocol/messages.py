@@ -116,6 +116,8 @@ class KVNotSent(Message, frozen=True):
 class BlocksHeld(Message, frozen=True):
     """Worker to router: a part of all names in its prefix cache, in answer to ReportBlocks or where too much changed.
 
+    With `is_tier` the names are those of its KV tiers, which are reported and numbered apart from the cache's.
+
     Names are 8 bytes each, one after the other: the first half of the block's hash, enough for a guess. Changes may
     pass between the parts: each message counts in all that came before it.
     """
@@ -124,18 +126,29 @@ class BlocksHeld(Message, frozen=True):
     is_first: bool  # forget what was known before
     is_last: bool
     sequence: int  # of the last BlocksChanged that this counts in
+    is_tier: bool = False
 
 
 class BlocksChanged(Message, frozen=True):
-    """Worker to router: blocks that have got into its prefix cache, and that have left it, since the last one."""
+    """Worker to router: blocks that have got into its prefix cache, and that have left it, since the last one.
+
+    With `is_tier` it tells of the worker's KV tiers, as BlocksHeld does.
+    """
 
     sequence: int  # one more than the last; a gap means that something was missed
     stored: bytes  # names as in BlocksHeld
     removed: bytes
+    is_tier: bool = False
 
 
 class ReportBlocks(Message, frozen=True):
-    """Router to worker: tell all names in the prefix cache, and from then on each change."""
+    """Router to worker: tell all names in the prefix cache and in KV tiers, and from then on each change.
+
+    A router that has missed something of one asks for that one alone.
+    """
+
+    cache: bool = True
+    tiers: bool = True  # a worker without tiers tells nothing of them
 
 
 class Cancel(Message, frozen=True):

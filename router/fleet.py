@@ -63,6 +63,7 @@ class PathEstimate(msgspec.Struct, frozen=True):
     decode_slot_s: float  # until the decode worker's next step has room for it
     step_s: float  # of the decode worker with the request in it, drafts aside
     speedup: float = 1.0  # by drafts: a token takes so much less than a step
+    tier_read_s: float = 0.0  # reading the prompt's beginning from KV tiers of the worker that computes the rest
 
     @property
     def token_s(self) -> float:
@@ -72,7 +73,7 @@ class PathEstimate(msgspec.Struct, frozen=True):
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token."""
-        return self.queue_s + self.pull_s + self.prefill_s
+        return self.queue_s + self.pull_s + self.tier_read_s + self.prefill_s
 
 
 class NoPath(RequestError):

@@ -94,8 +94,9 @@ class TokenServerWorker(Protocol):
 class TokenServer:
     """Accepts routers, sends them token frames and statistics, and passes their requests to the worker.
 
-    Routers that ask get the names in the prefix cache of `blocks`. What one router reports of requests that take
-    workers down is passed on to the others, now or when they connect; the worker itself does nothing with it.
+    Routers that ask get the names in the prefix cache of `blocks`, and those that KV tiers hold (`tier_blocks`). What
+    one router reports of requests that take workers down is passed on to the others, now or when they connect; the
+    worker itself does nothing with it.
     """
 
     worker: TokenServerWorker
@@ -104,6 +105,7 @@ class TokenServer:
     config: TokenServerConfig
     blocks: NamedBlocks
     clock: Clock
+    tier_blocks: NamedBlocks | None = None
     _listener: Listener | None = field(default=None, init=False)
     _stats_task: "asyncio.Task[None] | None" = field(default=None, init=False)
     _routers: dict[str, Connection] = field(default_factory=dict, init=False)
@@ -111,6 +113,9 @@ class TokenServer:
 
     def __post_init__(self) -> None:
         self._block_reports = BlockReports(self.blocks, self._send)
+        self._tier_reports: BlockReports | None = None
+        if self.tier_blocks is not None:
+            self._tier_reports = BlockReports(self.tier_blocks, self._send, is_tier=True)
         self._blocked = BlockedRequests(self.clock)
 
     async def start(self, host: str) -> Address:
@@ -127,6 +132,8 @@ class TokenServer:
         if self._listener is not None:
             await self._listener.close()
         await self._block_reports.close()
+        if self._tier_reports is not None:
+            await self._tier_reports.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def is_connected(self, router_id: str) -> bool:
@@ -228,8 +235,11 @@ class TokenServer:
                     self.worker.prefill_failed(request_id)
                 case SendPrefix(ticket, token_ids, cache_salt, log_context):
                     self.worker.send_prefix(ticket, token_ids, cache_salt, log_context)
-                case ReportBlocks():
-                    self._block_reports.begin(router_id, connection)
+                case ReportBlocks(cache, tiers):
+                    if cache:
+                        self._block_reports.begin(router_id, connection)
+                    if tiers and self._tier_reports is not None:
+                        self._tier_reports.begin(router_id, connection)
                 case RequestsBlocked(blocked):
                     self._pass_on(blocked, but_to=router_id)
                 case Ping():
@@ -270,6 +280,8 @@ class TokenServer:
             return
         del self._routers[router_id]
         self._block_reports.end(router_id)
+        if self._tier_reports is not None:
+            self._tier_reports.end(router_id)
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

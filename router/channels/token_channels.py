@@ -68,7 +68,8 @@ class ChannelListener:
     on_connection: Callable[[Peer, bool], None] = lambda peer, is_up: None
     """A worker's channel has come up, or has dropped or could not be opened."""
     on_blocks: Callable[[Peer, BlocksHeld | BlocksChanged], bool] | None = None
-    """Return False to have the worker send all of its blocks. Without this callback no worker is asked for blocks."""
+    """Return False to have the worker send all of its blocks, or all of its tiers' where the message is of these.
+    Without this callback no worker is asked for blocks."""
 
 
 _NO_LISTENER = ChannelListener()
@@ -407,7 +408,7 @@ class WorkerChannel:
         if self._is_leaving:
             return  # no request is sent there, and an index that has forgotten it would learn all of it anew
         if not self._listener.on_blocks(self.info.peer, message):
-            self._ask_for_blocks()
+            self.send(ReportBlocks(cache=not message.is_tier, tiers=message.is_tier))
 
     async def _watch(self, connection: Connection, silence: Silence) -> None:
         """Give signs of life, and close a connection whose other side gives none."""

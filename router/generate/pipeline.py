@@ -13,6 +13,7 @@ import msgspec
 from twostroke.protocol.blocked_requests import BlockedRequests
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, WorkerLost, loggable
+from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
 from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted, StreamMove
@@ -25,7 +26,7 @@ from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.generate.score import ScoreAttempt
 from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.observe.stages import SequenceStages
-from twostroke.router.routing.block_index import BlockIndex
+from twostroke.router.routing.block_index import BlockIndex, PromptNames
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
 from twostroke.router.routing.workers import FleetView
@@ -37,7 +38,7 @@ _CHANNEL_DEFAULTS = TokenChannelConfig()
 
 
 class FleetKnowledge:
-    """The workers' numbers (`view`), their cached blocks, and requests that are blocked, all fed by `channels`.
+    """The workers' numbers (`view`), their blocks in caches and KV tiers, and blocked requests, all fed by `channels`.
 
     `router` is this replica's id and epoch. Without the policy kv_aware no worker is asked for its blocks.
     """
@@ -55,8 +56,13 @@ class FleetKnowledge:
         self.config = config
         self.view = FleetView(clock)
         self.blocks: BlockIndex | None = None
+        self.tier_blocks: BlockIndex | None = None
         if config.policy == "kv_aware":
-            self.blocks = BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
+            names = PromptNames()  # a prompt is hashed once for both
+            self.blocks, self.tier_blocks = (
+                BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s, names=names)
+                for _ in range(2)
+            )
         self.blocked = BlockedRequests(clock, most=config.suspects.max_refused, longest_s=config.suspects.refuse_s)
         self.channels = TokenChannels(
             network=network,
@@ -66,10 +72,15 @@ class FleetKnowledge:
             listener=ChannelListener(
                 on_stats=self.view.on_stats,
                 on_connection=self.view.on_connection,
-                on_blocks=None if self.blocks is None else self.blocks.heard,
+                on_blocks=None if self.blocks is None else self._hear_of_blocks,
             ),
             blocked=self.blocked,
         )
+
+    def _hear_of_blocks(self, worker: Peer, message: BlocksHeld | BlocksChanged) -> bool:
+        index = self.tier_blocks if message.is_tier else self.blocks
+        assert index is not None
+        return index.heard(worker, message)
 
 
 Admit = Callable[[GenerateRequest, Path, float, bool], None]
@@ -122,12 +133,15 @@ class Pipeline:
             follow=channels.follow,
             view=knowledge.view,
             blocks=knowledge.blocks,
+            tier_blocks=knowledge.tier_blocks,
             clock=clock,
             config=config,
         )
         self._deps = AttemptDeps(fleet, channels, secret, config, self._records, self._chooser)
         self.paths: Counter[PathKind] = Counter()
         """Paths that choices were admitted on."""
+        self.num_tier_reads = 0
+        """Choices that were admitted on a path whose prompt is in part read from KV tiers."""
         self.moves = StreamMoves(
             fleet,
             self._chooser,
@@ -333,6 +347,7 @@ class Pipeline:
             raise
         stages.path_kind, stages.expected = path.kind, path.estimate
         self.paths[path.kind] += 1
+        self.num_tier_reads += path.estimate is not None and path.estimate.tier_read_s > 0
         stages.admit = self._clock()
         self._budget.count_first_attempt()
 

@@ -230,6 +230,7 @@ class RouterService:
                 {"name": one.name, "attainment": self._metrics.attainment(one.name)} for one in self.slo.classes
             ],
             "paths": dict(self.pipeline.paths),
+            "tier_reads": self.pipeline.num_tier_reads,
             "moves": dict(self.pipeline.moves.num_moved),
             "autoscaling": self._scaling_status(),
             "other_versions": {role: sorted(names) for role, names in self.other_versions().items() if names},
@@ -296,7 +297,7 @@ class RouterService:
             self.config.router_id,
             (
                 *self._metrics.registry.collect(),
-                *path_families(self.pipeline.paths, moves.num_moved, moves.num_failed),
+                *path_families(self.pipeline.paths, self.pipeline.num_tier_reads, moves.num_moved, moves.num_failed),
                 *planned,
                 left_out,
                 own_collections_family(),

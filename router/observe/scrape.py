@@ -157,9 +157,12 @@ async def no_other_routers() -> Sequence[RouterMetricsSample]:
 
 
 def path_families(
-    paths: Mapping[PathKind, int], moved: Mapping[MoveReason, int], failed: Mapping[MoveReason, int]
+    paths: Mapping[PathKind, int],
+    num_tier_reads: int,
+    moved: Mapping[MoveReason, int],
+    failed: Mapping[MoveReason, int],
 ) -> list[Metric]:
-    """Return the series of the paths that choices took, and of streams that moved, or could not."""
+    """Return the series of the paths that choices took, of reads from tiers, and of streams that moved or could not."""
     outcomes = {"moved": moved, "failed": failed}
     counted = {
         (reason, how): float(counts.get(reason, 0)) for how, counts in outcomes.items() for reason in MOVE_REASONS
@@ -171,6 +174,13 @@ def path_families(
             "Choices begun, by which workers compute the prompt and write the answer.",
             ["path"],
             {kind: float(paths.get(kind, 0)) for kind in PATH_KINDS},
+        ),
+        family(
+            Counters,
+            "request_tier_reads",
+            "Choices begun of whose prompt a part was to be read from KV tiers.",
+            (),
+            {"": float(num_tier_reads)},
         ),
         family(
             Counters,

@@ -174,6 +174,11 @@ class SequenceStages(WorkerTimings):
         yield self.log_context.prefill_worker, self.log_context.decode_worker
 
     @property
+    def tier_read_s(self) -> float | None:
+        """The predicted read from KV tiers on the path that it was admitted on; None where nothing was to be read."""
+        return (self.expected.tier_read_s or None) if self.expected is not None else None
+
+    @property
     def predicted(self) -> tuple[PathEstimate, float] | None:
         """The prediction at its admission, and its time to first token since; None where they don't compare."""
         if self.expected is None or self.admit is None or self.first_token is None or self.attempts > 1:

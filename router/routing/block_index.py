@@ -39,10 +39,10 @@ class BlockIndex:
     """One router replica's knowledge. Every replica hears all workers itself, so that they agree without talking.
 
     Of at most `max_blocks` different blocks; what does not fit is not known. Expected blocks are so for `expected_s` to
-    twice as long.
+    twice as long. Indexes of one router share the `names` of prompts.
     """
 
-    def __init__(self, *, clock: Clock, max_blocks: int, expected_s: float):
+    def __init__(self, *, clock: Clock, max_blocks: int, expected_s: float, names: "PromptNames | None" = None):
         self._clock = clock
         self._max_blocks = max_blocks
         self._expected_s = expected_s
@@ -57,7 +57,7 @@ class BlockIndex:
         self._retired = 0  # bits that may still be set and mean no worker
         self._sweeping = 0  # those of them that are being wiped out
         self._unswept: list[ShortName] = []
-        self._names = PromptNames()
+        self._names = PromptNames() if names is None else names
 
     def __len__(self) -> int:
         """Blocks that some worker was heard to hold."""

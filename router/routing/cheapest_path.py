@@ -4,7 +4,8 @@ docs/design/routing.md has the formulas. The costs of the prompt's worker and of
 best of each is looked for, never the best of all pairs. What couples the two, that prefill hides the transfer, is
 settled with the chosen prefill worker's time.
 
-Everything asks of a worker how much of the prompt it has (`KnownWorker.cached_tokens`), set for each decision.
+Everything asks of a worker how much of the prompt it has (`KnownWorker.cached_tokens`), and how much its KV tiers have
+(`tier_tokens`), both set for each decision.
 """
 
 import math
@@ -55,7 +56,7 @@ class PathQuery(NamedTuple):
 
 
 class PrefillCost(msgspec.Struct, frozen=True, gc=False):
-    """The cost of the prompt on a worker of either role, in the cheaper way, with or without a pull."""
+    """The cost of the prompt on a worker of either role in the cheapest way: with a pull, a tier's read, or neither."""
 
     worker: KnownWorker
     total_s: float  # until the first token, and what others wait for it, added up
@@ -63,6 +64,7 @@ class PrefillCost(msgspec.Struct, frozen=True, gc=False):
     pull_s: float  # 0: nothing is pulled
     prefill_s: float
     new_tokens: int  # to be computed
+    tier_read_s: float = 0.0  # 0: nothing is read from the worker's KV tiers
 
 
 class DecodeCost(msgspec.Struct, frozen=True, gc=False):
@@ -182,13 +184,13 @@ def _as_guest(prefill: PrefillCost, decode: Sequence[KnownWorker], query: PathQu
 
 
 def prefill_cost(worker: KnownWorker, query: PathQuery, source: KnownWorker | None) -> PrefillCost:
-    """A prompt's cost on one worker, which can pull what `source` has of it."""
+    """A prompt's cost on one worker, which can pull what `source` has of it, or read what its own KV tiers have."""
     most = query.num_tokens - 1  # the last token is always computed: the next is drawn from it
     cached_tokens = worker.cached_tokens if worker.cached_tokens < most else most
     queue_s = worker.queue_s(query.promise, query.classes)
     new_tokens = query.num_tokens - cached_tokens
     prefill_s, cost_s = _computing(worker, new_tokens, cached_tokens)
-    pull_s = 0.0
+    pull_s = tier_read_s = 0.0
     if source is not None and query.min_pull_tokens is not None:
         offered = source.cached_tokens if source.cached_tokens < most else most
         if offered - cached_tokens >= query.min_pull_tokens and source.kind in worker.takes:
@@ -197,7 +199,15 @@ def prefill_cost(worker: KnownWorker, query: PathQuery, source: KnownWorker | No
             rest_s, rest_cost_s = _computing(worker, rest, offered)
             if way_s + rest_cost_s < cost_s:
                 pull_s, prefill_s, cost_s, new_tokens = way_s, rest_s, way_s + rest_cost_s, rest
-    return PrefillCost(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens)
+    if worker.tier_tokens > cached_tokens:
+        in_tiers = worker.tier_tokens if worker.tier_tokens < most else most
+        way_s = worker.tier_read_s + (in_tiers - cached_tokens) * worker.tier_token_s
+        rest = query.num_tokens - in_tiers
+        rest_s, rest_cost_s = _computing(worker, rest, in_tiers)
+        if in_tiers > cached_tokens and way_s + rest_cost_s < cost_s:
+            pull_s, tier_read_s = 0.0, way_s
+            prefill_s, cost_s, new_tokens = rest_s, way_s + rest_cost_s, rest
+    return PrefillCost(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens, tier_read_s)
 
 
 def cheapest_prefill(
@@ -218,7 +228,7 @@ def cheapest_prefill(
     )
     if not best.worker.token_s:
         return Path(None, best.worker.info, is_scoring=True)
-    estimate = PathEstimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0)
+    estimate = PathEstimate(best.queue_s, 0.0, best.prefill_s, 0.0, 0.0, 0.0, tier_read_s=best.tier_read_s)
     return Path(None, best.worker.info, estimate=estimate, new_tokens=best.new_tokens, is_scoring=True)
 
 
@@ -321,6 +331,7 @@ def _path(choice: _PathCost, source: KnownWorker | None) -> Path:
         decode_slot_s=decode.slot_s,
         step_s=decode.step_s,
         speedup=decode.worker.speedup,
+        tier_read_s=prefill.tier_read_s,
     )
     return Path(
         prefill=None if prefill.worker is decode.worker else prefill.worker.info,

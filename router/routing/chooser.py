@@ -46,8 +46,8 @@ class PathConfig(Section):
     """Tokens that a pull must spare to be asked for; what then comes is the workers' to take or decline
     (`min_pull_tokens`). Raise it where the wire is slow and prefill is fast."""
     index_blocks: Count = 2_000_000
-    """Blocks of which a router remembers who holds them, at 100 to 150 bytes each; what is more is not known. More for
-    fleets with more cache than that."""
+    """Blocks of which a router remembers who holds them, at 100 to 150 bytes each; what is more is not known. As many
+    again are remembered of workers' KV tiers. More for fleets with more cache, or larger tiers, than that."""
     expected_s: Interval = 5.0
     """Time for which a router counts on the outcome of its own decisions before workers report it; at most twice as
     long."""
@@ -64,7 +64,8 @@ _LEAST_S = 1e-3
 class PathChooser:
     """Chooses for one router replica. `workers` returns the fleet's workers now; `follow` opens channels to them.
 
-    `view` and `blocks` are kept up to date by the channels. Without `blocks` no worker's cache is known.
+    `view`, `blocks` and `tier_blocks` (of the workers' KV tiers) are kept up to date by the channels. Without `blocks`
+    no worker's cache is known, without `tier_blocks` no worker's tiers.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PathChooser:
         blocks: BlockIndex | None,
         clock: Clock,
         config: PathConfig,
+        tier_blocks: BlockIndex | None = None,
     ):
         self._workers = workers
         self._follow_workers = follow
@@ -84,6 +86,7 @@ class PathChooser:
         self._min_pull_tokens = config.pull_min_tokens if config.pulls else None
         self._view = view
         self._cached = blocks
+        self._in_tiers = tier_blocks
         self._cost_probes = CostProbes()
         self._rotation = 0
         self._answer_tokens = FIRST_ANSWER_TOKENS
@@ -235,17 +238,24 @@ class PathChooser:
         self._follow_workers(infos)
         if self._view.follow(infos):
             self._cost_probes.keep(infos, self._clock())
-            if self._cached is not None:
-                self._cached.keep({info.peer for info in infos})
+            for index in (self._cached, self._in_tiers):
+                if index is not None:
+                    index.keep({info.peer for info in infos})
 
     def _look_up(self, request: GenerateRequest, sent: Sequence[int]) -> None:
-        """Set what each worker has of the prompt."""
+        """Set what each worker has of the prompt, in its cache and in its tiers."""
         if self._cached is not None:
             tokens = self._cached.cached_tokens(self._view.infos, request, sent)
             if request.scoring is not None and request.scoring.needs_all:
                 tokens = [0] * len(tokens)
             for worker, cached_tokens in zip(self._view.workers, tokens, strict=True):
                 worker.cached_tokens = cached_tokens
+        if self._in_tiers is not None and (tiered := [one for one in self._view.workers if one.tier_token_s]):
+            tokens = self._in_tiers.cached_tokens([one.info for one in tiered], request, sent)
+            if request.scoring is not None and request.scoring.needs_all:
+                tokens = [0] * len(tokens)
+            for worker, tier_tokens in zip(tiered, tokens, strict=True):
+                worker.tier_tokens = tier_tokens
 
     def _cost_probe(self, query: PathQuery, best: Path) -> Path | None:
         """The path by a prefill worker that is due to be tried, if there is one."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import TYPICAL_TOKENS, incompatibility
 from twostroke.protocol.requests import Peer, Promise
-from twostroke.protocol.stats import ROLES, Role, StepCosts, WorkerInfo, WorkerStats, role_of, typical
+from twostroke.protocol.stats import ROLES, Role, StepCosts, TierStats, WorkerInfo, WorkerStats, role_of, typical
 from twostroke.router.routing.in_flight import InFlight, WorkerLoad
 
 AVAILABLE, EJECTED, UNWELCOME, DRAINING = range(4)
@@ -37,6 +37,7 @@ class KnownWorker:
     role: Role  # now; it may differ from that of `info`
     tier: int = AVAILABLE
     cached_tokens: int = 0  # tokens of the beginning of the prompt that a path is chosen for
+    tier_tokens: int = 0  # the same that its KV tiers hold
     # What it has to do, and room for.
     requests: float = 0.0
     decoding: float = 0.0  # of these, the ones whose answers are written there
@@ -52,6 +53,9 @@ class KnownWorker:
     chunk_tokens: float = 1.0  # of a prompt, in one step beside them
     stalled: float = 0.0  # requests that wait for each chunk: those that decode, and at D who comes next
     queue_token_s: float = 0.0  # a queued prompt token's time
+    # What reading its KV tiers takes: see tier_read_costs.
+    tier_read_s: float = 0.0
+    tier_token_s: float = 0.0  # of each token; 0: it has no tiers
     # What KV takes on its way there.
     token_transfer_s: float = 0.0  # of a token's, all layers
     layer_transfer_s: float = 0.0  # of a token's in one layer
@@ -85,6 +89,9 @@ class KnownWorker:
             stats = WorkerStats(free_blocks=info.num_blocks, total_blocks=info.num_blocks)
         self.tier = DRAINING if stats.is_draining else tier
         self.prompt_share = prompt_share
+        self.tier_read_s, self.tier_token_s = tier_read_costs(stats.tiers) if stats.tiers else (0.0, 0.0)
+        if not self.tier_token_s:
+            self.tier_tokens = 0
         self.requests = load.requests(stats.num_running + stats.num_waiting)
         num_decoding = stats.num_decoding
         if num_decoding is None:
@@ -159,6 +166,20 @@ class KnownWorker:
                 queued[name] = load.prompt_tokens(name, queued.get(name, 0.0))
         self.queued = queued
         return num_tokens / num_queued / 2 if num_queued else 0.0
+
+
+def tier_read_costs(tiers: Iterable[TierStats]) -> tuple[float, float]:
+    """Return the seconds of a read from a worker's KV tiers, however short, and of each token of it; 0: it has none.
+
+    They are those of the slowest tier that holds anything and predicts its reads: the worker does not tell which of its
+    tiers holds a block. A shared tier does not count, since its blocks are not reported.
+    """
+    costs = [
+        (one.read_s, one.read_token_s)
+        for one in tiers
+        if one.name != "shared" and one.num_bytes > 0 and one.read_token_s > 0
+    ]
+    return max(costs, key=lambda one: one[0] + TYPICAL_TOKENS * one[1], default=(0.0, 0.0))
 
 
 Classes = dict[str, tuple[int, float]]

@@ -177,12 +177,12 @@ class Admission:
         part = 1.0 - self._kept_free(promise, history, now)
         is_idle = self._is_idle(path, estimate)
         if promise.ttft_left_s is not None:
-            predicted_s = estimate.pull_s + self._prompt_s(request, path, estimate, now)
+            predicted_s = estimate.pull_s + estimate.tier_read_s + self._prompt_s(request, path, estimate, now)
             if not is_idle:
                 predicted_s = history.ttft.corrected(predicted_s, promise.ttft_left_s, now)
             limit_s = part * promise.ttft_left_s - waited_s
             if predicted_s > limit_s:
-                if estimate.prefill_s > promise.ttft_left_s:
+                if estimate.tier_read_s + estimate.prefill_s > promise.ttft_left_s:
                     return _Fault("ttft", _hopeless(estimate, promise.ttft_left_s), math.inf)
                 reason = f"the first token would come after {predicted_s:.2g} s, beyond what its class promises"
                 return _Fault("ttft", reason, predicted_s - limit_s)
@@ -249,7 +249,8 @@ class Admission:
     def _untried_s(self, path: Path, estimate: PathEstimate, now: float) -> float:
         """Return the seconds until the path is tried with a prompt that is thought to take too long even alone."""
         tried_s = now - self._load(path, now).sent_at
-        return max(estimate.queue_s, max(PROBE_S, 2 * estimate.prefill_s) - tried_s)
+        alone_s = estimate.tier_read_s + estimate.prefill_s
+        return max(estimate.queue_s, max(PROBE_S, 2 * alone_s) - tried_s)
 
     def _prompt_s(self, request: GenerateRequest, path: Path, estimate: PathEstimate, now: float) -> float:
         """Return the seconds until the prompt is computed, with all that will come before it."""
@@ -316,7 +317,8 @@ def _tpot_s(estimate: PathEstimate, num_outputs: float) -> float:
 
 
 def _hopeless(estimate: PathEstimate, ttft_s: float) -> str:
+    alone_s = estimate.tier_read_s + estimate.prefill_s
     return (
-        f"computing the prompt takes {estimate.prefill_s:.2g} s even alone, and its class promises the first token "
+        f"computing the prompt takes {alone_s:.2g} s even alone, and its class promises the first token "
         f"within {ttft_s:.2g} s: choose another class, or loosen the promise (x-slo-ttft-ms)"
     )

@@ -5,6 +5,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from tests.rigs.played import played_by
@@ -52,9 +53,10 @@ class Router:
     changes: int = 0
     tokens: int = 0
     gaps: int = 0
+    tiers: "Router | None" = None  # knows what it is told of KV tiers
 
-    def ask(self) -> None:
-        self.connection.send(ReportBlocks())
+    def ask(self, *, cache: bool = True, tiers: bool = True) -> None:
+        self.connection.send(ReportBlocks(cache, tiers))
 
     async def read(self) -> None:
         while True:
@@ -62,13 +64,15 @@ class Router:
 
     def hear(self, message: object) -> None:
         match message:
-            case BlocksHeld(packed, is_first, is_last, sequence):
+            case (BlocksHeld(is_tier=True) | BlocksChanged(is_tier=True)) as of_tiers if self.tiers is not None:
+                self.tiers.hear(msgspec.structs.replace(of_tiers, is_tier=False))
+            case BlocksHeld(packed, is_first, is_last, sequence, False):
                 if is_first:
                     self.names.clear()
                 self.names.update(unpack_names(packed))
                 self.sequence, self.is_whole = sequence, is_last
                 self.pieces += 1
-            case BlocksChanged(sequence, stored, removed):
+            case BlocksChanged(sequence, stored, removed, False):
                 if self.sequence is None or sequence != self.sequence + 1:
                     self.gaps += 1
                 self.sequence = sequence
@@ -88,12 +92,13 @@ class Scene:
     server: TokenServer
     address: Address
     lost: list[tuple[str, str]]
+    tiers: BlockPool | None
 
     async def connect(self, router_id: str = "router-0", *, reads: bool = True) -> Router:
         connection = await self.fabric.at(router_id).connect(self.address)
         connection.send(Hello(Peer(router_id, 1), WORKER))
         assert await connection.receive() == Welcome(WORKER)
-        router = Router(connection)
+        router = Router(connection, tiers=Router(connection))
         if reads:
             asyncio.create_task(router.read()).add_done_callback(lambda task: task.exception())
         return router
@@ -102,8 +107,9 @@ class Scene:
         return {short_name(one) for one in self.pool.names(0, self.pool.num_blocks)}
 
 
-def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCKS) -> None:
+def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCKS, *, has_tiers: bool = False) -> None:
     async def main() -> None:
+        tiers = BlockPool(2 * num_blocks, 4) if has_tiers else None
         fabric, pool, lost = MemoryFabric(seed=1), BlockPool(num_blocks, 4), list[tuple[str, str]]()
         server = TokenServer(
             worker=HearingWorker(lost),
@@ -112,8 +118,9 @@ def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCK
             config=TokenServerConfig(lease_s=1000.0, max_unsent_bytes=100_000),
             blocks=pool,
             clock=asyncio.get_running_loop().time,
+            tier_blocks=tiers,
         )
-        await script(Scene(fabric, pool, server, await server.start("host"), lost))
+        await script(Scene(fabric, pool, server, await server.start("host"), lost, tiers))
         await server.close()
         for connection in list(fabric.connections):
             await connection.close()
@@ -253,3 +260,61 @@ async def test_a_router_that_asks_and_never_reads_is_dropped_for_what_else_it_le
         scene.server.emit("router-0", [event])
     assert scene.lost == [("lost", "router-0")]
     cache(scene.pool, 100)
+
+
+# --- KV tiers ---
+
+
+@played_by(play, has_tiers=True)
+async def test_blocks_of_tiers_are_told_and_numbered_apart_from_the_caches(scene: Scene) -> None:
+    assert scene.tiers is not None
+    router = await scene.connect()
+    assert router.tiers is not None
+    cache(scene.tiers, *range(100, 120))
+    router.ask()
+    await asyncio.sleep(0.2)
+    assert (router.names, router.tiers.names, router.tiers.is_whole) == (set(), set(range(100, 120)), True)
+    for number in range(3):
+        cache(scene.pool, number)
+        await asyncio.sleep(0.2)
+    cache(scene.tiers, 7)
+    await asyncio.sleep(0.2)
+    assert (router.sequence, router.tiers.sequence, router.gaps, router.tiers.gaps) == (3, 1, 0, 0)
+    assert router.names == scene.truth() == {0, 1, 2}
+    assert router.tiers.names == {7, *range(100, 120)}
+
+
+@played_by(play, has_tiers=True)
+async def test_a_router_that_missed_news_of_one_is_told_that_one_anew(scene: Scene) -> None:
+    router = await scene.connect()
+    assert router.tiers is not None
+    router.ask()
+    await asyncio.sleep(0.2)
+    pieces = router.pieces, router.tiers.pieces
+    router.ask(cache=False)
+    await asyncio.sleep(0.2)
+    assert (router.pieces, router.tiers.pieces) == (pieces[0], 2 * pieces[1])
+    router.ask(tiers=False)
+    await asyncio.sleep(0.2)
+    assert (router.pieces, router.tiers.pieces) == (2 * pieces[0], 2 * pieces[1])
+
+
+@played_by(play, has_tiers=True)
+async def test_no_change_of_tiers_is_recorded_once_the_router_has_left(scene: Scene) -> None:
+    assert scene.tiers is not None
+    router = await scene.connect()
+    router.ask()
+    await asyncio.sleep(0.1)
+    await router.connection.close()
+    await asyncio.sleep(0.1)
+    with pytest.raises(ValueError, match="no changes"):
+        scene.tiers.take_changes()
+
+
+@played_by(play)
+async def test_a_worker_without_tiers_tells_nothing_of_them(scene: Scene) -> None:
+    router = await scene.connect()
+    router.ask(cache=False)
+    await asyncio.sleep(0.2)
+    assert router.tiers is not None
+    assert (router.pieces, router.tiers.pieces) == (0, 0)

@@ -370,6 +370,23 @@ async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(channel
     assert [message.sequence for message in heard] == [1, 2]
 
 
+async def test_after_a_gap_in_news_of_tiers_these_alone_are_asked_for(channels_to, until):
+    asked = []
+
+    def worker(connection, message):
+        if isinstance(message, ReportBlocks):
+            asked.append(message)
+            connection.send(BlocksHeld(b"", True, True, 0, is_tier=not message.cache or len(asked) == 1))
+        elif not isinstance(message, Ping):
+            welcome(connection, message)
+
+    listener = ChannelListener(on_blocks=lambda peer, message: len(asked) > 1)
+    async with channels_to(worker, listener=listener) as (channels, info):
+        await channels.ensure(info)
+        await until(lambda: len(asked) == 2)
+    assert asked == [ReportBlocks(), ReportBlocks(cache=False)]
+
+
 async def test_blocks_of_a_worker_that_leaves_are_news_to_nobody_until_it_is_back(channels_to, until):
     reports, heard, told = [], [], []
 

@@ -12,7 +12,7 @@ from twostroke.protocol.blocks import chain_hashes, pack_hashes
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
-from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerInfo, WorkerStats
+from twostroke.protocol.stats import QueuedWork, StepCosts, TierStats, WorkerInfo, WorkerStats
 from twostroke.router.attempt_events import AttemptContext
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.chooser import PathChooser, PathConfig
@@ -24,6 +24,9 @@ OTHER_KIND = {"layout": msgspec.structs.replace(LAYOUT, model="other")}
 COSTS = StepCosts(base_s=0.01, token_s=0.001, pair_s=0.0, row_s=0.002, context_s=0.0)
 """A prompt token takes 1 ms, a step at least 10 ms."""
 IDLE = WorkerStats(free_blocks=100, total_blocks=100)
+NOTHING: Mapping[str, int] = {}
+TIERS = (TierStats("disk", num_bytes=1, read_s=0.005, read_token_s=0.0001),)
+"""A token is read in a tenth of the time in which it is computed."""
 QUICK = 256e6
 """Bytes a second: of KV a million tokens, which have 2 layers x (K, V) x 4 heads x 8 x 2 bytes."""
 
@@ -70,10 +73,13 @@ class Workers:
     def __getitem__(self, name: str) -> KnownWorker:
         return self.known[name]
 
-    def of(self, role: str, cached_tokens: Mapping[str, int]) -> list[KnownWorker]:
-        """Those of a role; all hold as many tokens of the prompt as `cached_tokens` says by name."""
+    def of(
+        self, role: str, cached_tokens: Mapping[str, int], tier_tokens: Mapping[str, int] = NOTHING
+    ) -> list[KnownWorker]:
+        """Those of a role; all hold as many tokens of the prompt as these say by name, in caches and in tiers."""
         for name, one in self.known.items():
             one.cached_tokens = cached_tokens.get(name, 0)
+            one.tier_tokens = tier_tokens.get(name, 0)
         return [one for one in self.known.values() if one.info.role == role]
 
 
@@ -95,14 +101,18 @@ class Rig:
         self.infos = {name: info(name) for name in ("p0", "p1", "d0", "d1")}
         config = PathConfig(**config)
         self.view = FleetView(self.clock)
-        self.blocks = None
+        self.blocks = self.tier_blocks = None
         if config.policy == "kv_aware":
-            self.blocks = BlockIndex(clock=self.clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
+            self.blocks, self.tier_blocks = (
+                BlockIndex(clock=self.clock, max_blocks=config.index_blocks, expected_s=config.expected_s)
+                for _ in range(2)
+            )
         self.chooser = PathChooser(
             workers=lambda: list(self.infos.values()),
             follow=lambda workers: None,
             view=self.view,
             blocks=self.blocks,
+            tier_blocks=self.tier_blocks,
             clock=self.clock,
             config=config,
         )
@@ -113,9 +123,10 @@ class Rig:
         stats = WorkerStats(**{"free_blocks": 100, "total_blocks": 100, "costs": COSTS} | numbers)
         self.view.on_stats(self.infos[name].peer, stats)
 
-    def tell_blocks(self, name, token_ids, *, block_size=16, salt=b""):
-        cached_tokens = BlocksHeld(pack_hashes(chain_hashes(token_ids, block_size, salt)), True, True, 0)
-        return self.blocks.heard(self.infos[name].peer, cached_tokens)
+    def tell_blocks(self, name, token_ids, *, block_size=16, salt=b"", in_tiers=False):
+        names = pack_hashes(chain_hashes(token_ids, block_size, salt))
+        index = self.tier_blocks if in_tiers else self.blocks
+        return index.heard(self.infos[name].peer, BlocksHeld(names, True, True, 0, in_tiers))
 
     def emit(self, path, event, sent=()):
         self.chooser.on_event(AttemptContext(path, request(), sent, None), event)

@@ -3,14 +3,15 @@
 import msgspec
 import pytest
 
-from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK, Workers, load, peers
+from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK, TIERS, Workers, load, peers
 from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import QueuedWork
+from twostroke.protocol.stats import QueuedWork, TierStats
 from twostroke.router.fleet import NoPath, Path
 from twostroke.router.routing.cheapest_path import (
     HOP_S,
     PathQuery,
     cheapest_path,
+    cheapest_prefill,
     decode_cost,
     leave_out,
     path_by_load,
@@ -25,14 +26,23 @@ class Fleet(Workers):
     """A request whose paths are chosen."""
 
     def path(
-        self, num_tokens=400, *, cached_tokens=(), promise=None, min_pull_tokens=64, failed=(), ejected=(), **options
+        self,
+        num_tokens=400,
+        *,
+        cached_tokens=(),
+        tier_tokens=(),
+        promise=None,
+        min_pull_tokens=64,
+        failed=(),
+        ejected=(),
+        **options,
     ):
-        """The choice, where workers hold as many tokens of the prompt as `cached_tokens` says by name."""
-        cached_tokens = dict(cached_tokens)
+        """The choice, where workers and their tiers hold as many tokens of the prompt as these say by name."""
+        cached_tokens, tier_tokens = dict(cached_tokens), dict(tier_tokens)
         query = PathQuery(num_tokens, 10.0, promise or Promise(), self.classes, min_pull_tokens)
         return cheapest_path(
-            self.of("prefill", cached_tokens),
-            self.of("decode", cached_tokens),
+            self.of("prefill", cached_tokens, tier_tokens),
+            self.of("decode", cached_tokens, tier_tokens),
             query,
             left_out=leave_out(failed, ejected),
             **options,
@@ -164,6 +174,79 @@ def test_a_pull_is_in_the_estimate_and_what_comes_by_it_need_not_be_computed():
     assert path.new_tokens == 1
     assert path.estimate.pull_s == pytest.approx(0.002 + 400e-6)
     assert path.estimate.prefill_s == pytest.approx(0.011)
+
+
+# --- tiers ---
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "tier_tokens", "tier_read_s", "new_tokens"),
+    [
+        (0, 320, 0.005 + 0.032, 80),
+        (160, 320, 0.005 + 0.016, 80),
+        (0, 400, 0.005 + 0.0399, 1),  # the last token is always computed
+        (320, 320, 0, 80),
+        (336, 320, 0, 64),
+        (0, 0, 0, 400),
+        (395, 399, 0, 5),  # a read is longer than the computing that it spares
+    ],
+)
+def test_what_tiers_hold_is_read_where_that_is_quicker_than_computing_it(
+    cached_tokens, tier_tokens, tier_read_s, new_tokens
+):
+    fleet = Fleet([load(tiers=TIERS)], [])
+    fleet["p0"].tier_tokens = tier_tokens
+    cost = prefill_cost_of(fleet, "p0", query(400), cached_tokens)
+    assert (cost.tier_read_s, cost.new_tokens, cost.pull_s) == (pytest.approx(tier_read_s), new_tokens, 0)
+    assert cost.prefill_s == pytest.approx(0.01 + new_tokens * 0.001)
+    assert cost.total_s == pytest.approx(cost.tier_read_s + cost.prefill_s)
+
+
+def test_a_slow_tier_is_not_read():
+    fleet = Fleet([load(tiers=(TierStats("disk", num_bytes=1, read_s=0.005, read_token_s=0.001),))], [])
+    fleet["p0"].tier_tokens = 320
+    assert prefill_cost_of(fleet, "p0", query(400)).new_tokens == 400
+
+
+@pytest.mark.parametrize(
+    ("tier_tokens", "bytes_per_s", "source", "tier_read_s"),
+    [
+        (320, QUICK, "p1", 0),  # the wire takes 1 us a token, the tier 100
+        (320, QUICK / 1000, None, 0.037),  # 1 ms a token
+        (80, QUICK / 5, "p1", 0),  # the tier has too little
+        (16, QUICK / 1000, None, 0.0066),
+    ],
+)
+def test_of_a_pull_and_a_tiers_read_the_cheaper_is_taken(tier_tokens, bytes_per_s, source, tier_read_s):
+    fleet = Fleet([load(tiers=TIERS), load(waiting=900)], [load(running=9)], bytes_per_s=bytes_per_s)
+    path = fleet.path(cached_tokens={"p1": 320}, tier_tokens={"p0": tier_tokens})
+    assert path.prefill.peer.worker_id == "p0"
+    assert (path.source and path.source.peer.worker_id) == source
+    assert path.estimate.tier_read_s == pytest.approx(tier_read_s)
+    assert (path.estimate.pull_s > 0) == (source is not None)
+    assert path.estimate.ttft_s == pytest.approx(
+        path.estimate.pull_s + path.estimate.tier_read_s + path.estimate.prefill_s
+    )
+
+
+def test_a_prompt_goes_to_the_worker_whose_tiers_hold_it_unless_the_queue_there_is_longer_than_what_that_spares():
+    for waiting, taken in ((200, "p1"), (500, "p0")):
+        fleet = Fleet([load(tiers=TIERS), load(waiting=waiting, tiers=TIERS)], [load(running=9)])
+        assert fleet.names(tier_tokens={"p1": 320}) == (taken, "d0", None)
+
+
+def test_streams_of_a_decode_worker_do_not_wait_for_what_is_read():
+    path = Fleet([IDLE], [load(running=9, tiers=TIERS)]).path(tier_tokens={"d0": 396})
+    assert (path.prefill, path.new_tokens) == (None, 4)
+    assert path.estimate.tier_read_s == pytest.approx(0.005 + 0.0396)
+
+
+def test_a_prompt_that_is_only_scored_is_read_from_tiers_as_others_are():
+    fleet = Fleet([load(tiers=TIERS), IDLE], [])
+    prefill = fleet.of("prefill", {}, {"p0": 320})
+    path = cheapest_prefill(prefill, [], query(400), left_out={}, rotation=0)
+    assert (path.decode.peer.worker_id, path.new_tokens) == ("p0", 80)
+    assert path.estimate.tier_read_s == pytest.approx(0.037)
 
 
 def test_each_kind_of_decode_worker_is_paired_with_its_own_kind():

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from tests.router.routing.knowing import COSTS, LAYOUT, PROMPT, Rig, info, request
+from tests.router.routing.knowing import COSTS, LAYOUT, PROMPT, TIERS, Rig, info, request
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import BlocksChanged
-from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, TokenEvent
+from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, ScoringParams, TokenEvent
 from twostroke.protocol.stats import QueuedWork
 from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone, StreamMove
 
@@ -110,6 +110,59 @@ async def test_missed_news_of_blocks_is_asked_for_again():
     rig = Rig()
     assert rig.tell_blocks("p0", PROMPT)
     assert not rig.blocks.heard(rig.infos["p0"].peer, BlocksChanged(5, b"", b""))
+
+
+# --- KV tiers ---
+
+
+async def test_a_prompt_goes_to_the_worker_that_has_told_of_it_in_its_tiers():
+    rig = Rig(pulls=False)
+    rig.tell("p1", tiers=TIERS)
+    rig.tell_blocks("p1", PROMPT[:320], in_tiers=True)
+    path = rig.chooser.choose(request())
+    assert (path.prefill.peer.worker_id, path.source, path.new_tokens) == ("p1", None, 80)
+    assert path.estimate.tier_read_s == pytest.approx(0.005 + 0.032)
+    assert rig.view.find(rig.infos["p1"].peer).cached_tokens == 0
+    other = rig.chooser.choose(request(tuple(range(1000, 1400))))
+    assert (other.estimate.tier_read_s, other.new_tokens) == (0, 400)
+
+
+async def test_blocks_of_tiers_count_for_nothing_until_a_worker_tells_what_reading_them_takes():
+    rig = Rig(pulls=False)
+    rig.tell_blocks("p1", PROMPT[:320], in_tiers=True)
+    assert rig.chooser.choose(request()).new_tokens == 400
+    rig.tell("p1", tiers=TIERS)
+    assert rig.chooser.choose(request()).new_tokens == 80
+    rig.tell("p1")
+    assert rig.chooser.choose(request()).new_tokens == 400
+
+
+async def test_what_the_tiers_of_a_worker_hold_is_forgotten_when_it_leaves_or_restarts():
+    rig = Rig(pulls=False)
+    rig.tell("p1", tiers=TIERS)
+    rig.tell_blocks("p1", PROMPT[:320], in_tiers=True)
+    assert rig.chooser.choose(request()).new_tokens == 80
+    rig.infos["p1"] = info("p1", peer=Peer("p1", 2))
+    rig.tell("p1", tiers=TIERS)
+    assert rig.chooser.choose(request()).new_tokens == 400
+
+
+async def test_missed_news_of_tiers_is_asked_for_again_and_costs_no_news_of_the_cache():
+    rig = Rig()
+    peer = rig.infos["p0"].peer
+    assert rig.tell_blocks("p0", PROMPT)
+    assert rig.tell_blocks("p0", PROMPT, in_tiers=True)
+    assert not rig.tier_blocks.heard(peer, BlocksChanged(5, b"", b"", is_tier=True))
+    assert rig.blocks.heard(peer, BlocksChanged(1, b"", b""))
+
+
+async def test_a_prompt_whose_tokens_are_all_scored_is_computed_whatever_tiers_hold():
+    rig = Rig()
+    rig.tell("p1", tiers=TIERS)
+    rig.tell_blocks("p1", PROMPT[:320], in_tiers=True)
+    for logprobs, new_tokens in ((None, 80), (1, 400)):
+        path = rig.chooser.choose(request(scoring=ScoringParams(logprobs)))
+        assert path.new_tokens == new_tokens
 
 
 async def test_until_all_roles_have_told_their_costs_workers_are_chosen_by_load_and_pull_what_spares_enough():

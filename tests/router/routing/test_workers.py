@@ -1,12 +1,13 @@
-"""Work under way at workers, and rates of links."""
+"""Work under way at workers, rates of links, and costs of tiers."""
 
+import msgspec
 import pytest
 
 from tests.router.routing.knowing import Clock
 from twostroke.protocol.requests import Peer
-from twostroke.protocol.stats import WorkerStats
+from twostroke.protocol.stats import TierStats, WorkerStats
 from twostroke.router.routing.in_flight import InFlight, Place, WorkerLoad
-from twostroke.router.routing.workers import FIRST_GUESS, LinkRates
+from twostroke.router.routing.workers import FIRST_GUESS, LinkRates, tier_read_costs
 
 P, D = Peer("p", 1), Peer("d", 1)
 
@@ -190,3 +191,16 @@ def test_pulls_that_always_seem_quicker_or_slower_leave_a_rate_that_can_be_recko
     for worker in (A, B):
         rates.on_stats(worker, told(0, 0.0))
         assert 1e5 < rates.of(worker) < 1e14
+
+
+# --- what reading KV tiers takes ---
+
+
+def test_reads_are_expected_to_take_what_the_slowest_tier_takes_that_holds_anything():
+    host = TierStats("host", num_bytes=1, read_s=0.001, read_token_s=1e-6)
+    disk = TierStats("disk", num_bytes=1, read_s=0.002, read_token_s=1e-5)
+    empty, untried = (msgspec.structs.replace(disk, **change) for change in ({"num_bytes": 0}, {"read_token_s": 0.0}))
+    shared = TierStats("shared", num_bytes=1, read_s=0.1, read_token_s=1e-4)
+    assert tier_read_costs((host, disk, shared)) == (0.002, 1e-5)
+    assert tier_read_costs((host, empty, untried)) == (0.001, 1e-6)
+    assert tier_read_costs((shared,)) == tier_read_costs(()) == (0.0, 0.0)

@@ -33,10 +33,16 @@ class Scene:
         self.admission = Admission(config=config, stats=self.stats.get, clock=lambda: self.now, num_routers=num_routers)
 
     def ask(
-        self, one: SLOClass, *, queue_s: float = 0.0, prefill_s: float = 0.1, step_s: float = 0.02
+        self,
+        one: SLOClass,
+        *,
+        queue_s: float = 0.0,
+        prefill_s: float = 0.1,
+        step_s: float = 0.02,
+        tier_read_s: float = 0.0,
     ) -> SequenceStages:
         """Raises Overloaded."""
-        estimate = PathEstimate(queue_s, 0.0, prefill_s, 0.0, 0.0, step_s)
+        estimate = PathEstimate(queue_s, 0.0, prefill_s, 0.0, 0.0, step_s, tier_read_s=tier_read_s)
         self.admission.admit(request_of(one), Path(PREFILL, DECODE, estimate=estimate), 0.0, False)
         return SequenceStages(self.now, admit=self.now, expected=estimate)
 
@@ -54,6 +60,15 @@ def test_a_request_is_let_in_while_its_first_token_can_come_in_time() -> None:
     scene.ask(INTERACTIVE, queue_s=0.3)
     assert scene.retry_after_s(INTERACTIVE, queue_s=0.6) == 1
     assert scene.retry_after_s(BATCH, queue_s=0.6) is None
+
+
+def test_a_read_from_tiers_counts_for_the_first_token() -> None:
+    scene = Scene()
+    scene.ask(INTERACTIVE, queue_s=0.1, tier_read_s=0.2)
+    assert scene.retry_after_s(INTERACTIVE, queue_s=0.1) is None
+    assert scene.retry_after_s(INTERACTIVE, queue_s=0.1, tier_read_s=0.35) is not None
+    with pytest.raises(Overloaded, match=r"takes 0.7 s even alone"):
+        scene.ask(INTERACTIVE, tier_read_s=0.6)
 
 
 def test_where_nothing_is_known_or_admission_is_off_all_are_let_in() -> None:
