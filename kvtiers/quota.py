@@ -31,13 +31,18 @@ class QuotaBlobs:
         *,
         refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
+        on_evicted: Callable[[str], None] = lambda _: None,
     ):
-        """Lists what there is. Raises OSError where that fails."""
+        """Lists what there is. Raises OSError where that fails.
+
+        `on_evicted` hears each key that was deleted for the quota, on the writer's thread.
+        """
         self.max_bytes = max_bytes
         self.num_evicted = 0  # blobs, since the start
         self._blobs = blobs
         self._refresh_s = refresh_s
         self._clock = clock
+        self._on_evicted = on_evicted
         self._lock = threading.Lock()  # of all below
         self._index = S3Fifo(max_bytes)
         self._reserved = 0  # bytes of blobs that are being written
@@ -176,6 +181,7 @@ class QuotaBlobs:
             with self._lock:
                 self._reserved -= num_bytes
                 self.num_evicted += 1
+            self._on_evicted(key)
             dropped += num_bytes
 
     def _forget(self, key: str) -> None:

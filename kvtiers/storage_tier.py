@@ -8,7 +8,7 @@ I/O. A shared storage is asked, where the expected gain is worth the question.
 """
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,8 +86,8 @@ class ObjectRef:
 class StorageTier:
     """Reads and writes one storage's objects, counts what happens, and predicts what reads take.
 
-    `index` has a disk's objects; None for a storage that others write into. `take_evicted` returns the keys that were
-    deleted for the quota since the last call.
+    `index` has a disk's objects; None for a storage that others write into. `evicted` gets the keys that are deleted
+    for a quota, on whatever thread that happens.
     """
 
     name: str  # in metrics: `disk` or `shared`
@@ -98,7 +98,7 @@ class StorageTier:
     clock: Clock
     cipher: ObjectCipher | None = None
     index: TierIndex | None = None
-    take_evicted: Callable[[], Sequence[str]] = tuple
+    evicted: deque[str] = field(default_factory=deque)
     num_bytes: Callable[[], int] = lambda: 0
     max_bytes: int = 0
     num_evicted: Callable[[], int] = lambda: 0
@@ -200,8 +200,8 @@ class StorageTier:
             self.count("write_seconds", self.clock() - began)
             self._is_here(ref)
         if self.index is not None:
-            for key in self.take_evicted():
-                self.index.discard(name_in(key))
+            while self.evicted:
+                self.index.discard(name_in(self.evicted.popleft()))
         return self.clock() - began
 
     async def scan(self, identity: bytes) -> None:

@@ -149,7 +149,8 @@ class NamedBlocks(Protocol):
     one.
     """
 
-    num_blocks: int
+    @property
+    def num_blocks(self) -> int: ...
 
     def names(self, first: int, end: int) -> list[BlockHash]:
         """Names in the prefix cache that blocks `first` up to `end` have."""

@@ -93,6 +93,7 @@ class PrefillCall(WorkerCall[PrefillReply]):
             reply = PrefillReply(
                 event,
                 drawn.job.num_cached_tokens,
+                tier_tokens=drawn.job.tier_tokens,
                 queue_s=stepped_at - self.ready_at,
                 prefill_s=now - stepped_at,
                 chunk_ends_s=tuple(self.chunk_ends_s[:-1]),
@@ -125,6 +126,7 @@ class DecodeCall(WorkerCall[DecodeReply]):
                 num_output_tokens=self.job.sequence.num_output_tokens,
                 finish_reason=reason,
                 num_cached_tokens=self.job.num_cached_tokens,
+                tier_tokens=self.job.tier_tokens,
                 transfer_s=self.transfer_s,
                 queue_s=max(0.0, stepped_at - self.ready_at),
                 num_preemptions=self.job.num_preemptions,

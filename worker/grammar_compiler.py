@@ -7,7 +7,6 @@ from functools import partial
 
 from twostroke.model.step import Constraint
 from twostroke.protocol.clock import Clock
-from twostroke.protocol.errors import RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.worker.calls import DecodeCall, PrefillCall
 from twostroke.worker.speculation.forced_text import ForcedText
@@ -23,8 +22,7 @@ class GrammarCompiler:
     drafts: bool  # forced text is a source of drafts here
     clock: Clock
     on_ready: Callable[[], None]
-    on_refused: Callable[[GrammarCall, RequestError], None]  # the grammar can't be compiled
-    on_failed: Callable[[GrammarCall, BaseException], None]
+    on_failed: Callable[[GrammarCall, BaseException], None]  # with a RequestError where the client is at fault
     _tasks: "set[asyncio.Task[None]]" = field(default_factory=set, init=False)
 
     def begin(self, call: GrammarCall) -> None:
@@ -50,9 +48,6 @@ class GrammarCompiler:
             key = (call.request.grammar, call.request.cache_salt, call.request.client)
             matcher = await grammars.matcher(*key)
             job.sequence.constraint = Constraint(matcher, partial(grammars.renewed, *key), call.request.stop_token_ids)
-        except RequestError as error:
-            self.on_refused(call, error)
-            return
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # llguidance may panic, which is no Exception

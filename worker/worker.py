@@ -102,7 +102,10 @@ class Worker:
         self._steps = StepsUnderWay[ScheduledStep](deps.engine, deps.clock)
         pools = (deps.pool,) if self._swapping.pool is None else (deps.pool, self._swapping.pool)
         self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config)
-        self._token_server = TokenServer(self, deps.peer, deps.network, config.token_channel, deps.pool, deps.clock)
+        in_tiers = None if deps.tiers is None else deps.tiers.index
+        self._token_server = TokenServer(
+            self, deps.peer, deps.network, config.token_channel, deps.pool, deps.clock, in_tiers
+        )
         self._transfers = Transfers(self._loop)
         self._offers = AwaitedOffers(deps.receiver)
         self._pulls = Pulls(self, deps.receiver, self._offers, self._transfers, self._scheduler, config.pull_wait_s)
@@ -110,24 +113,12 @@ class Worker:
         self._tiers: TierTransfers | None = None
         if deps.tiers is not None:
             self._tiers = TierTransfers(
-                tiers=deps.tiers,
-                pool=deps.pool,
-                sender=deps.sender,
-                pulls=self._pulls,
-                transfers=self._transfers,
-                costs=self._costs.costs,
-                step_tokens=config.max_step_tokens,
-                min_tokens=config.min_pull_tokens,
+                deps.tiers, deps.pool, deps.sender, self._pulls, self._transfers, self._costs.costs, config
             )
         self._grammars: GrammarCompiler | None = None
         if deps.grammars is not None:
             self._grammars = GrammarCompiler(
-                deps.grammars,
-                speculator is not None,
-                deps.clock,
-                on_ready=self.admit_offered,
-                on_refused=lambda call, error: self._abort(call, "its grammar can't be compiled", error),
-                on_failed=self._fail_alone,
+                deps.grammars, speculator is not None, deps.clock, self.admit_offered, self._fail_alone
             )
         layers = deps.store.layout.layers_of(deps.store.rank)
         self._sending = PromptSender(
@@ -472,7 +463,7 @@ class Worker:
 
     def _fail_alone(self, call: PrefillCall | DecodeCall, error: BaseException) -> None:
         """End one request that can't be computed."""
-        refusal = failed_alone(call.request, error)
+        refusal = error if isinstance(error, RequestError) else failed_alone(call.request, error)
         self._abort(call, str(refusal), refusal)
 
     def _abort(self, call: PrefillCall | DecodeCall, reason: str, error: TwostrokeError | None = None) -> None:
@@ -581,7 +572,10 @@ class Worker:
 
     def pulled(self, job: WorkerJob, num_tokens: int) -> None:
         """Account for a pulled prefix, of which `num_tokens` tokens were not here; their KV is in the job's blocks."""
-        self._counters.pulled_tokens += num_tokens
+        if job.reads_tiers:
+            job.tier_tokens = num_tokens
+        else:
+            self._counters.pulled_tokens += num_tokens
         call = self._call_of(job)
         if isinstance(call, PrefillCall):
             self._sending.pulled(job)

@@ -1,6 +1,7 @@
 """A worker's KV tiers, made of its settings in the process of its rank 0 (kvtiers/)."""
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     """Return the tiers behind the host's, in the order in which they are looked up. Raises ConfigError."""
     from twostroke.kvtiers.files import FileBlobs
     from twostroke.kvtiers.objects import ObjectCipher
+    from twostroke.kvtiers.quota import QuotaBlobs
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtiers.threads import BlockingCalls
     from twostroke.kvtiers.tier_index import TierIndex
@@ -103,7 +105,20 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
 
     tiers: list[StorageTier] = []
     if config.disk.path is not None:
-        tiers.append(tier("disk", FileBlobs(Path(config.disk.path), sync=True), index=TierIndex()))
+        evicted: deque[str] = deque()
+        files = FileBlobs(Path(config.disk.path), sync=True)
+        disk = QuotaBlobs(files, config.disk.bytes, on_evicted=evicted.append)
+        tiers.append(
+            tier(
+                "disk",
+                disk,
+                index=TierIndex(),
+                evicted=evicted,
+                num_bytes=lambda: disk.num_bytes,
+                max_bytes=disk.max_bytes,
+                num_evicted=lambda: disk.num_evicted,
+            )
+        )
     if config.shared.path is not None:
         tiers.append(tier("shared", FileBlobs(Path(config.shared.path), sync=True), read_s=SHARED_READ_S))
     return tiers

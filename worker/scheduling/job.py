@@ -67,6 +67,8 @@ class WorkerJob:
     keeps_blocks: bool = False  # its class's share admitted it: no higher class takes its blocks back
     swapped: SwappedKV | None = None
     num_cached_tokens: int = 0  # found in the prefix cache on first admission, or pulled then
+    reads_tiers: bool = False  # the prefix that it may be offered is its own worker's tiers'
+    tier_tokens: int = 0  # of the cached tokens, those whose KV came from there
     num_preemptions: int = 0
     predictor: "RequestPredictor | None" = None  # of its next tokens, once drafts were wanted
     tokens_per_step: float = 1.0  # that its decode steps have drawn of late: more than 1 where drafts were right

@@ -16,6 +16,7 @@ from twostroke.protocol.blocks import BlockHash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.transfers.pulls import Pulls, Transfers
@@ -28,7 +29,7 @@ MOST_RUNS = 64
 """Runs of objects that wait for their transfer; more are dropped."""
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class TierTransfers:
     """The transfers between one worker and its tiers."""
 
@@ -38,8 +39,7 @@ class TierTransfers:
     pulls: Pulls
     transfers: Transfers
     costs: Callable[[], StepCosts | None]
-    step_tokens: int
-    min_tokens: int  # that a read must spare
+    config: WorkerConfig
     _runs: deque[tuple[ObjectRun, Sequence[BlockHash]]] = field(default_factory=deque, init=False)
     _is_sending: bool = field(default=False, init=False)
 
@@ -59,7 +59,7 @@ class TierTransfers:
         """
         sequence, hashes = job.sequence, job.sequence.matchable_hashes
         num_cached = len(sequence.token_ids) - job.num_uncached
-        if job.wants_transfer or len(hashes) * sequence.block_size < num_cached + self.min_tokens:
+        if job.wants_transfer or len(hashes) * sequence.block_size < num_cached + self.config.min_pull_tokens:
             return
         costs, promise = self.costs(), job.request.promise
         read = self.tiers.begin_read(
@@ -68,12 +68,14 @@ class TierTransfers:
             job.request.client,
             num_cached=num_cached,
             spared_s=lambda end: (
-                math.inf if costs is None else costs.prefill_s(end - num_cached, num_cached, self.step_tokens)
+                math.inf
+                if costs is None
+                else costs.prefill_s(end - num_cached, num_cached, self.config.max_step_tokens)
             ),
             most_wait_s=math.inf if promise.ttft_left_s is None else max(0.0, promise.ttft_left_s),
         )
         if read is not None:
-            job.awaits_offer = True
+            job.awaits_offer = job.reads_tiers = True
             self.pulls.await_offer(job, read.ticket, read.wait_s + OFFER_S)
 
     def request_ended(self, job: WorkerJob) -> None:
