@@ -40,11 +40,11 @@ from twostroke.protocol.requests import (
     check_request,
 )
 from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats
-from twostroke.worker.call_log import failed_alone, logged
-from twostroke.worker.calls import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
+from twostroke.worker.calls.call_log import failed_alone, logged
+from twostroke.worker.calls.grammar_compiler import GrammarCompiler
+from twostroke.worker.calls.worker_call import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.experts.expert_load import ExpertLoad
-from twostroke.worker.grammar_compiler import GrammarCompiler
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.preemption import HostBlocks, Swapping

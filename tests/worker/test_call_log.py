@@ -12,7 +12,7 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import LogContext, ScoringParams
 from twostroke.router.observe.log_format import JsonLines
-from twostroke.worker import call_log
+from twostroke.worker.calls import call_log
 
 CONTEXT = LogContext("a client's", "0af7651916cd43dd8448eb211c80319c", 0, 2, "prefill-0", "decode-0")
 

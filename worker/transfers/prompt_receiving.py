@@ -19,7 +19,7 @@ from twostroke.kvtransfer.ranks import Incoming, ReceivingSide
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket, about
-from twostroke.worker.calls import DecodeCall
+from twostroke.worker.calls.worker_call import DecodeCall
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import NewTokens
 from twostroke.worker.transfers.pulls import PullingWorker, Transfers

@@ -11,7 +11,7 @@ from twostroke.kvtransfer.ranks import Outgoing, SendingSide
 from twostroke.model.step import OnLayer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import about
-from twostroke.worker.calls import PrefillCall
+from twostroke.worker.calls.worker_call import PrefillCall
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import ScheduledStep

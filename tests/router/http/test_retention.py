@@ -1,4 +1,4 @@
-"""What clients say of how long a prompt's KV is wanted, in the words of each API, and what usage tells of it."""
+"""Clients' wishes to keep a prompt's KV, in the words of each API, and what usage tells of it."""
 
 import msgspec
 import pytest

@@ -15,7 +15,7 @@ from twostroke.protocol.requests import (
     Ticket,
     TokenEvent,
 )
-from twostroke.worker.call_log import failed_alone
+from twostroke.worker.calls.call_log import failed_alone
 from twostroke.worker.scheduling.job import Phase, WorkerJob
 from twostroke.worker.scheduling.step import NewTokens
 

@@ -8,7 +8,7 @@ from functools import partial
 from twostroke.model.step import Constraint
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.grammars import Grammars
-from twostroke.worker.calls import DecodeCall, PrefillCall
+from twostroke.worker.calls.worker_call import DecodeCall, PrefillCall
 from twostroke.worker.speculation.forced_text import ForcedText
 
 GrammarCall = PrefillCall | DecodeCall
