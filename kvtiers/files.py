@@ -41,6 +41,12 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def check_key(key: str) -> None:
+    """Raise ValueError for what is no ObjectKey.path, as a path that leads elsewhere."""
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is no key of a KV object")
+
+
 class FileReader:
     """One open file."""
 
@@ -217,8 +223,7 @@ class FileBlobs:
 
         Each folder on the way is opened in the one above, so that none can be a link.
         """
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is no key of a KV object")
+        check_key(key)
         *folders, name = key.split("/")
         descriptor = os.open(self._objects, _DIRECTORY_FLAGS | _NO_LINK)
         try:
