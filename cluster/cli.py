@@ -34,6 +34,13 @@ _COMMANDS = {
     ),
     "key list": ("cluster.commands.keys:list", "show whose keys a file has, and until when"),
     "key revoke": ("cluster.commands.keys:revoke", "take a key out of a file, while the server runs"),
+    "cache ls": ("cluster.commands.cache:ls", "list the models and tenants whose KV a directory or bucket keeps"),
+    "cache stat": (
+        "cluster.commands.cache:stat",
+        "count a tier's objects, and with --verify read and check all of them",
+    ),
+    "cache prune": ("cluster.commands.cache:prune", "delete a tier's oldest objects, down to a size or an age"),
+    "cache drop": ("cluster.commands.cache:drop", "delete all objects of a tenant or a model from a tier"),
     "cluster-demo": ("benchmarks.faults.demo", "start a cluster on this machine, kill a node under load, see it heal"),
     "await": ("cluster.commands.application:await", "wait until the application that `serve deploy` deployed runs"),
     "drain": (
@@ -121,6 +128,7 @@ _COMMANDS = {
 
 _GROUPS = {
     "config": "check the configuration file, or describe it for editors",
+    "cache": "look into KV tiers, and delete from them",
     "key": "make, list and revoke API keys",
     "bench": "measure; the last line is one JSON object",
     "loadtest": "send load to a server, and report how well it did",

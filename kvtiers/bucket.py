@@ -17,14 +17,13 @@ Credentials come from the environment (AWS_ACCESS_KEY_ID, ...) or the machine's 
 
 import errno
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from twostroke.kvtiers.blobs import BlobInfo, BlobMissing
-from twostroke.kvtiers.files import MAX_QUARANTINED, OUR_FOLDER, check_key
+from twostroke.kvtiers.files import MAX_QUARANTINED, OUR_FOLDER, check_key, quarantine_name
 from twostroke.kvtiers.identity import FORMAT_VERSION
 from twostroke.protocol.errors import ConfigError, how_to_install
 
@@ -165,19 +164,25 @@ class BucketBlobs:
         from obstore import copy
 
         place = _place_of(key)
-        aside = f"quarantine/{time.time_ns():020d}-{key.rpartition('/')[2]}"
         try:
             with _told_as_os_errors(place):
-                copy(self._store, place, aside)
+                copy(self._store, place, f"quarantine/{quarantine_name(key)}")
         except FileNotFoundError:
             return
         self._delete(place)
         for old in self.quarantined()[:-MAX_QUARANTINED]:
-            self._delete(old)
+            self.delete_quarantined(old)
 
-    def quarantined(self) -> list[str]:
-        """Return the places of objects in quarantine, the oldest first."""
-        return sorted(info.key for info in self._list("quarantine"))
+    def quarantined(self) -> Sequence[str]:
+        """Return the names of objects in quarantine, the oldest first: `key_in_quarantine` tells their keys."""
+        return sorted(info.key.removeprefix("quarantine/") for info in self._list("quarantine"))
+
+    def delete_quarantined(self, name: str) -> None:
+        """Delete an object in quarantine. Harmless where there is none."""
+        self._delete(f"quarantine/{name}")
+
+    def clean(self) -> None:
+        """Do nothing: a bucket has neither folders nor halves of objects. Files have."""
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield the objects whose keys begin with `prefix`, in no order."""

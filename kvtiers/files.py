@@ -2,7 +2,7 @@
 
     <root>/twostroke-kv/v1/FORMAT                              names the version, for people
     <root>/twostroke-kv/v1/objects/<model>/<tenant>/<2>/<name>.kv
-    <root>/twostroke-kv/v1/quarantine/<moment>-<name>.kv       damaged ones, the newest 16
+    <root>/twostroke-kv/v1/quarantine/<moment>-<key>           damaged ones, the newest 16
 
 Another version has a folder of its own, which is neither read nor changed. Folders have mode 0700, files 0600. A file
 is written under a temporary name beside its own and renamed, so that whatever dies leaves a whole file or none; what
@@ -45,6 +45,18 @@ def check_key(key: str) -> None:
     """Raise ValueError for what is no ObjectKey.path, as a path that leads elsewhere."""
     if not _KEY.fullmatch(key):
         raise ValueError(f"{key!r} is no key of a KV object")
+
+
+def quarantine_name(key: str) -> str:
+    """Return a name in quarantine, which tells when it came and its key."""
+    # The time only orders them, so a clock that jumps lets the wrong ones go and does no other harm.
+    return f"{time.time_ns():020d}-{key.replace('/', '-')}"
+
+
+def key_in_quarantine(name: str) -> str | None:
+    """Return the key of a name in quarantine; None for what is no such name."""
+    key = name.partition("-")[2].replace("-", "/")
+    return key if _KEY.fullmatch(key) else None
 
 
 class FileReader:
@@ -158,21 +170,24 @@ class FileBlobs:
         """Move a damaged file aside, for people to look at; the newest 16 are kept. Harmless where there is none."""
         try:
             with self._folder_of(key) as (folder, name):
-                # The time only orders the files, so a clock that jumps lets the wrong ones go and does no other harm.
-                os.rename(name, self._quarantine / f"{time.time_ns():020d}-{name}", src_dir_fd=folder)
+                os.rename(name, self._quarantine / quarantine_name(key), src_dir_fd=folder)
         except FileNotFoundError:
             return
         except OSError as error:
             raise self._named(error, key) from error
         for old in self.quarantined()[:-MAX_QUARANTINED]:
-            old.unlink(missing_ok=True)
+            self.delete_quarantined(old)
 
-    def quarantined(self) -> list[Path]:
-        """Return the files in quarantine, the oldest first."""
+    def quarantined(self) -> Sequence[str]:
+        """Return the names of files in quarantine, the oldest first: `key_in_quarantine` tells their keys."""
         try:
-            return sorted(path for path in self._quarantine.iterdir() if path.suffix == ".kv")
+            return sorted(name for name in os.listdir(self._quarantine) if key_in_quarantine(name))
         except FileNotFoundError:
             return []
+
+    def delete_quarantined(self, name: str) -> None:
+        """Delete a file in quarantine. Harmless where there is none."""
+        (self._quarantine / name).unlink(missing_ok=True)
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield the files whose keys begin with `prefix`, in no order. Removes what dead writers have left."""

@@ -55,6 +55,10 @@ class ObjectDamaged(Exception):
     """The blob is no whole object of the key and the layout that the reader asked for. The message says why."""
 
 
+class ObjectOfAnotherCipher(ObjectDamaged):
+    """The object is encrypted and the reader has no key, or the other way round."""
+
+
 class ObjectRows(NamedTuple):
     """The rows of a block table that an object holds."""
 
@@ -271,7 +275,7 @@ def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> Obje
     except EOFError as error:
         raise ObjectDamaged("it ends before its sections") from error
     if (nonce == _NO_NONCE) != (seal.name == ""):
-        raise ObjectDamaged("it is encrypted" if seal.name == "" else "it is not encrypted")
+        raise ObjectOfAnotherCipher("it is encrypted" if seal.name == "" else "it is not encrypted")
 
     def verify(key: ObjectKey) -> None:
         if not seal.opens(_header_context(key, header_bytes, payload_bytes, packed), nonce, digest, []):

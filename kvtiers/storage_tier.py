@@ -42,7 +42,7 @@ FAILURES = 3
 """Failures in a row after which a storage rests."""
 FIRST_REST_S, LONGEST_REST_S = 5.0, 300.0
 PROBES = 16
-"""Of so many prompts that a shared storage is not expected to hold, one is looked up all the same."""
+"""One of this many prompts is looked up in a shared storage although it is not expected to be there."""
 
 
 HEADERS_AT_ONCE = 64

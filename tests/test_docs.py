@@ -12,10 +12,10 @@ from twostroke.cluster.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FILE = re.compile(
-    r"(?<![\w./-])(?:protocol|model|kvtransfer|worker|benchmarks|tools|prefill_worker|decode_worker|router|cluster|deploy|loadtests|planner|advisor|tests|docs)"
+    r"(?<![\w./-])(?:protocol|model|kvtransfer|kvtiers|worker|benchmarks|tools|prefill_worker|decode_worker|router|cluster|deploy|loadtests|planner|advisor|tests|docs)"
     r"/(?:[\w./*-]*(?:\.\w+|/))?(?![\w/])"
 )
-COMMAND = re.compile(r"(?:^|bin/|\(|: )twostroke ((?:bench |loadtest |key |config )?[a-z][a-z-]*)([^|#;&)]*)")
+COMMAND = re.compile(r"(?:^|bin/|\(|: )twostroke ((?:bench |cache |loadtest |key |config )?[a-z][a-z-]*)([^|#;&)]*)")
 MODULE = re.compile(r"python -m (?:twostroke\.)?((?:cluster|loadtests|benchmarks|tools|tests)[\w.]*)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 

@@ -180,7 +180,7 @@ def imported(room: str) -> set[str]:
     return found - sys.stdlib_module_names - {"twostroke"}
 
 
-ELSEWHERE = {"nixl", "openvino", "openvino_genai", "optimum", "pynvml"}
+ELSEWHERE = {"nixl", "obstore", "openvino", "openvino_genai", "optimum", "pynvml"}
 """Extras of their own, what `bench peers` finds with other servers, and what tells of GPUs where hosts have it."""
 
 

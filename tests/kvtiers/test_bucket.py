@@ -16,7 +16,7 @@ import pytest
 from tests.kvtiers.rig import LAYOUTS, PLAIN, STATES, sample
 from twostroke.kvtiers.blobs import BlobMissing
 from twostroke.kvtiers.bucket import BucketBlobs
-from twostroke.kvtiers.files import MAX_QUARANTINED
+from twostroke.kvtiers.files import MAX_QUARANTINED, key_in_quarantine
 from twostroke.kvtiers.objects import ObjectDamaged
 from twostroke.kvtiers.quota import QuotaBlobs
 from twostroke.protocol.errors import ConfigError
@@ -90,7 +90,10 @@ def test_deleted_and_quarantined_objects_are_missing(blobs: BucketBlobs) -> None
         blobs.quarantine(KEY)
     with pytest.raises(BlobMissing), blobs.open(KEY):
         pass
-    assert len(blobs.quarantined()) == MAX_QUARANTINED
+    names = blobs.quarantined()
+    assert [key_in_quarantine(name) for name in names] == [KEY] * MAX_QUARANTINED
+    blobs.delete_quarantined(names[0])
+    assert blobs.quarantined() == names[1:]
     assert list(blobs.list()) == []
 
 

@@ -229,8 +229,13 @@ def test_quarantine_keeps_the_newest(blobs: FileBlobs) -> None:
         blobs.quarantine(KEY)
         with pytest.raises(BlobMissing), blobs.open(KEY):
             pass
-    kept = [int(path.read_bytes()) for path in blobs.quarantined()]
-    assert kept == list(range(5, MAX_QUARANTINED + 5))
+    names = blobs.quarantined()
+    assert {files.key_in_quarantine(name) for name in names} == {KEY}
+    folder = blobs.root / "twostroke-kv/v1/quarantine"
+    assert [int((folder / name).read_bytes()) for name in names] == list(range(5, MAX_QUARANTINED + 5))
+    for name in (names[0], names[0]):
+        blobs.delete_quarantined(name)
+    assert blobs.quarantined() == names[1:]
     assert list(blobs.list()) == []
 
 
