@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import xxhash
 
 from twostroke.kvtiers.blobs import BlobReader, BlobStore
@@ -45,7 +46,7 @@ DIGEST_BYTES = 16
 NONCE_BYTES = 12
 CIPHER_KEY_BYTES = 32
 _CIPHER_PIECE_BYTES = 256 << 10
-"""Bytes that are decrypted at once, into scratch memory that a core's cache holds."""
+"""Bytes that are encrypted or decrypted at once: other threads wait for so many, and a core's cache holds them."""
 
 _PREAMBLE = struct.Struct("<8sIIQ12s16s")
 _NO_NONCE = bytes(NONCE_BYTES)
@@ -451,13 +452,14 @@ class ObjectCipher:
         nonce = os.urandom(NONCE_BYTES)
         encryptor = self._cipher(self._aes, self._gcm(nonce)).encryptor()
         encryptor.authenticate_additional_data(context)
-        num_bytes = sum(map(len, parts))
-        encrypted = memoryview(bytearray(num_bytes + 16))  # the package asks for a block's room behind the end
-        end = 0
+        encrypted = []
         for part in parts:
-            end += encryptor.update_into(part, encrypted[end:])
+            room = np.empty(len(part) + 16, np.uint8).data  # the package asks for a block's room behind the end
+            for first in range(0, len(part), _CIPHER_PIECE_BYTES):
+                encryptor.update_into(part[first : first + _CIPHER_PIECE_BYTES], room[first:])
+            encrypted.append(room[: len(part)])
         encryptor.finalize()
-        return _Sealed(nonce, encryptor.tag, [encrypted[:num_bytes]])
+        return _Sealed(nonce, encryptor.tag, encrypted)
 
     def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Sequence[memoryview]) -> bool:
         if len(nonce) != NONCE_BYTES or len(digest) != DIGEST_BYTES:
