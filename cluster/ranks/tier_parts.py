@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostroke.kvtiers.config import TiersConfig
+from twostroke.kvtiers.config import TiersConfig, read_key
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import ONE_RANK, incompatibility
@@ -90,6 +90,7 @@ def make_tiers(
 
 def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     """Return the tiers behind the host's, in the order in which they are looked up. Raises ConfigError."""
+    from twostroke.kvtiers.bucket import BucketBlobs
     from twostroke.kvtiers.files import FileBlobs
     from twostroke.kvtiers.objects import ObjectCipher
     from twostroke.kvtiers.quota import QuotaBlobs
@@ -97,7 +98,7 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     from twostroke.kvtiers.threads import BlockingCalls
     from twostroke.kvtiers.tier_index import TierIndex
 
-    cipher = None if config.key_file is None else ObjectCipher.from_file(Path(config.key_file))
+    cipher = None if config.key_file is None else ObjectCipher(read_key(config.key_file))
 
     def tier(name: str, blobs: "BlobStore", **more: Any) -> StorageTier:
         reads, writes = BlockingCalls(f"read-{name}", READ_THREADS), BlockingCalls(f"write-{name}", 1)
@@ -121,4 +122,7 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
         )
     if config.shared.path is not None:
         tiers.append(tier("shared", FileBlobs(Path(config.shared.path), sync=True), read_s=SHARED_READ_S))
+    if config.shared.url is not None:
+        bucket = BucketBlobs(config.shared.url, endpoint=config.shared.endpoint)
+        tiers.append(tier("shared", bucket, read_s=SHARED_READ_S))
     return tiers
