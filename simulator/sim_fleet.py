@@ -23,6 +23,7 @@ from twostroke.protocol.stats import Role, WorkerInfo
 from twostroke.simulator.memory_network import MemoryFabric, Trace
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import LinkFabric, Parts, parts_around
+from twostroke.simulator.sim_tiers import SimStorage, SimTiers, TierPlan
 from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.role import Policies
@@ -60,6 +61,7 @@ class FleetPlan:
     decode: DecodeConfig
     max_chunk_bytes: int
     max_context: int
+    tiers: TierPlan | None = None
 
 
 @dataclass(eq=False)
@@ -73,6 +75,7 @@ class SimProcess(Generic[EngineT]):
     engine: EngineT
     parts: Parts
     died: "asyncio.Future[None]"
+    tiers: SimTiers | None = None
     is_draining: bool = False
     violations: list[str] = field(default_factory=list)
     calls: dict["asyncio.Task[Any]", str] = field(default_factory=dict)  # and whose: a router id
@@ -109,6 +112,7 @@ class SimFleet(Generic[EngineT]):
         self._trace = trace
         self._draw = random.Random(plan.seed)
         self._num_started = 0
+        self.storage = SimStorage(plan.seed, SECRET)
         self.processes: dict[Peer, SimProcess[EngineT]] = {}
         self.departed: list[SimProcess[EngineT]] = []
         self.lost_routers: set[str] = set()  # nobody cancels their calls
@@ -120,14 +124,15 @@ class SimFleet(Generic[EngineT]):
         host = f"{role}-{self._num_started}"
         self._num_started += 1
         own = VirtualProcess(host)
-        worker, engine, parts = self._make(role, host)
+        worker, engine, parts, tiers = self._make(role, host)
         info = await own.spawn(worker.start(host))
-        process = SimProcess(host, info, own.context, worker, engine, parts, asyncio.get_running_loop().create_future())
+        died = asyncio.get_running_loop().create_future()
+        process = SimProcess(host, info, own.context, worker, engine, parts, died, tiers)
         self.processes[info.peer] = process
         process.engine.died.add_done_callback(lambda _: self._own(self._replace_unhealthy(process)))
         return process
 
-    def _make(self, role: Role, host: str) -> tuple[Worker, EngineT, Parts]:
+    def _make(self, role: Role, host: str) -> tuple[Worker, EngineT, Parts, SimTiers | None]:
         plan = self._plan
         is_prefill = role == "prefill"
         block_size = plan.prefill_block_size if is_prefill else plan.decode_block_size
@@ -142,12 +147,24 @@ class SimFleet(Generic[EngineT]):
         transfers = TransferConfig(lease_s=2.0, progress_s=4.0, max_chunk_bytes=plan.max_chunk_bytes)
         parts = parts_around(store, peer, self._fabric.at(host), self._links, transfers, SECRET, plan.transports)
         clock = asyncio.get_running_loop().time
+        tiers = None
+        if plan.tiers is not None:
+            tiers = self.storage.tiers_of(plan.tiers, role, peer, store.layout, parts.network, self._links, transfers)
         deps = WorkerDeps(
-            peer, engine, store, parts.pool, parts.network, parts.sender, parts.receiver, clock, plan.max_context
+            peer,
+            engine,
+            store,
+            parts.pool,
+            parts.network,
+            parts.sender,
+            parts.receiver,
+            clock,
+            plan.max_context,
+            tiers=None if tiers is None else tiers.tiers,
         )
         worker_role = prefill_role(plan.prefill) if is_prefill else decode_role(plan.decode)
         policies: Policies = {"prefill": PrefillPolicy, "decode": DecodePolicy, "even": EvenPolicy}
-        return Worker(worker_role, deps, swap_space, policies), engine, parts
+        return Worker(worker_role, deps, swap_space, policies), engine, parts, tiers
 
     def crash(self, process: SimProcess[EngineT]) -> None:
         """Take a worker away at once."""
@@ -192,6 +209,8 @@ class SimFleet(Generic[EngineT]):
         """Stop a worker, crashed or not, and all that it had."""
         await process.worker.stop()
         await process.parts.transports.close()
+        if process.tiers is not None:
+            await process.tiers.parts.transports.close()
 
     async def close(self) -> None:
         """Wait for everything that crashes and cancellations have left to do."""

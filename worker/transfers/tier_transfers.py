@@ -104,8 +104,9 @@ class TierTransfers:
             self.tiers.drop(run)
             return
         table, lacking = taken
+        held = [block_id for block_id in table if block_id != NO_BLOCK]
         try:
-            if self.pool.free_blocks < 0:  # too many blocks of windows to share now
+            if not held or self.pool.free_blocks < 0:  # too many blocks of windows to share now
                 self.tiers.drop(run)
                 return
             ticket = self.tiers.begin_write(run, lacking)
@@ -114,8 +115,7 @@ class TierTransfers:
                 return
             count, size = self.pool.groups.count, self.pool.block_size
             end = run.end_row * size
-            stand_in = next(block_id for block_id in table if block_id != NO_BLOCK)
-            rows = [stand_in if block_id == NO_BLOCK else block_id for block_id in table]
+            rows = [held[0] if block_id == NO_BLOCK else block_id for block_id in table]
             transfer = self.sender.begin_transfer(ticket, end, [NO_BLOCK] * (run.first_row * count) + rows, end)
             transfer.commit(None)
             await transfer.done()

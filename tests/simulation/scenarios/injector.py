@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.simulation.blind_router import BlindRouter
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
+from tests.simulation.scenarios.tiered import STORAGE_FAULTS
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
 from twostroke.protocol.stats import STEP_ROLES, Role
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric, Trace
@@ -74,6 +75,13 @@ class Injector:
                 return self._lose_block_news(1 + which % 3)
             case "lose_router":
                 return await self._lose_router(which)
+            case "hang_storage":
+                return await self._hang_storage(which)
+        if fault.kind in STORAGE_FAULTS:
+            names = sorted(fleet.storage.blobs)
+            if names:
+                fleet.storage.blobs[names[which % len(names)]].faults[fault.kind] += 1 + which % 4
+            return len(names)
         if decode is None:
             return 0
         match fault.kind:
@@ -161,6 +169,16 @@ class Injector:
 
         self.fabric.mangle = drop
         return 0  # counted above
+
+    async def _hang_storage(self, which: int) -> int:
+        storage = self.fleet.storage
+        calls = [one for name in sorted(storage.calls) for one in storage.calls[name]]
+        for one in calls:
+            one.hang()
+        await asyncio.sleep(_draw(which, SHORT_S + LONG_S))
+        for one in calls:
+            one.go_on()
+        return len(calls)
 
     async def _lose_router(self, which: int) -> int:
         router = self.routers[which % len(self.routers)]

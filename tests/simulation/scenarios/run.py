@@ -20,6 +20,7 @@ from tests.simulation.replay import Counts
 from tests.simulation.scenarios.injector import Injector
 from tests.simulation.scenarios.moving import make_moving
 from tests.simulation.scenarios.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
+from tests.simulation.scenarios.tiered import make_tiered
 from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import LogContext, TokenEvent
@@ -62,6 +63,10 @@ class Report(Counts):
     moved: int = 0  # streams, to another worker
     not_moved: int = 0  # since the first part of the move failed
     reasons: Counter[str] = field(default_factory=Counter)  # of moves that were begun
+    tier_hit_tokens: int = 0
+    tier_objects: int = 0  # written
+    tier_quarantined: int = 0
+    tier_errors: int = 0
     copied: int = 0  # ends of prompts, from another's block
     virtual_s: float = 0.0
 
@@ -77,6 +82,11 @@ class Report(Counts):
         self.pulled_tokens += stats.pulled_tokens
         self.pulled_by_decode += stats.pulled_tokens if role == "decode" else 0
         self.steps += stats.steps
+        for tier in stats.tiers:
+            self.tier_hit_tokens += tier.hit_tokens
+            self.tier_objects += tier.written_objects
+            self.tier_quarantined += tier.quarantined
+            self.tier_errors += tier.errors
 
 
 MOST_WAIT_S = 45.0
@@ -105,10 +115,12 @@ def run_scenario(scenario: Scenario, trace: Trace | None = None) -> Report:
     return run_virtually(_Simulation(scenario, trace).run(), limit_s=600.0)
 
 
-def run_seed(seed: int, trace: Trace | None = None, *, with_faults: bool = False, with_moves: bool = False) -> Report:
-    """The same for a seed's scenario."""
-    make = make_moving if with_moves else make_scenario
-    return run_scenario(make(seed, with_faults=with_faults), trace)
+MAKERS = {"plain": make_scenario, "moves": make_moving, "tiers": make_tiered}
+
+
+def run_seed(seed: int, trace: Trace | None = None, *, with_faults: bool = False, kind: str = "plain") -> Report:
+    """The same for a seed's scenario of a kind."""
+    return run_scenario(MAKERS[kind](seed, with_faults=with_faults), trace)
 
 
 class _Simulation:
@@ -242,6 +254,7 @@ class _Simulation:
         await self._fleet.close()
         for process in self._fleet.processes.values():
             self._check_idle(process)
+            await self._check_tiers(process)
         await self._check_known_blocks()
         for router in self._routers:
             await router.close()
@@ -311,6 +324,16 @@ class _Simulation:
         offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
         keeps_some = receiver._kept or not all(pending.deadline.runs for pending in offers)
         assert not keeps_some, f"{process.host} keeps offers for requests that have ended"
+
+    async def _check_tiers(self, process: SimProcess) -> None:
+        """What waits to be written is, and then nobody holds memory of the host tier."""
+        if process.tiers is None:
+            return
+        tiers = process.tiers.tiers
+        async with asyncio.timeout(60.0):
+            while tiers.is_busy:  # noqa: ASYNC110  # nobody but tests waits for this
+                await asyncio.sleep(0.1)
+        tiers.host.check_integrity()
 
     def _check_ended(self, process: SimProcess) -> None:
         process.pool.check_integrity()

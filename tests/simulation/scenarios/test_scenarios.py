@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.simulation.replay import run_seeds, starts, trace_elsewhere, trace_of
-from tests.simulation.scenarios.run import Report, run_scenario, run_seed
+from tests.simulation.scenarios.run import MAKERS, Report, run_scenario, run_seed
 from tests.simulation.scenarios.scenario import FAULTS, make_scenario
 
 
@@ -44,7 +44,7 @@ def test_requests_end_right_although_workers_routers_networks_and_calls_fail(fir
 
 @pytest.mark.parametrize("first", starts(1000, 50, at_once=50))
 def test_streams_move_and_every_client_gets_its_tokens(first: int):
-    report = run_seeds(partial(run_seed, with_moves=True), range(first, first + 50), Report())
+    report = run_seeds(partial(run_seed, kind="moves"), range(first, first + 50), Report())
     assert report.moved > 20
     assert report.not_moved == 0
     assert set(report.reasons) == {"drain", "crowded", "prompts"}
@@ -53,7 +53,7 @@ def test_streams_move_and_every_client_gets_its_tokens(first: int):
 
 @pytest.mark.parametrize("first", starts(4000, 50, at_once=50))
 def test_streams_move_right_although_workers_routers_networks_and_calls_fail(first: int):
-    report = run_seeds(partial(run_seed, with_faults=True, with_moves=True), range(first, first + 50), Report())
+    report = run_seeds(partial(run_seed, with_faults=True, kind="moves"), range(first, first + 50), Report())
     assert report.moved > 20
     assert report.fired.total() > 30
 
@@ -64,10 +64,10 @@ def test_some_requests_lose_their_router():
     assert any(run_scenario(scenario).orphaned for scenario in losing)
 
 
-@pytest.mark.parametrize("with_moves", [False, True])
+@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("with_faults", [False, True])
-def test_a_seed_replays_exactly(with_faults: bool, with_moves: bool):
-    run = partial(run_seed, with_faults=with_faults, with_moves=with_moves)
+def test_a_seed_replays_exactly(with_faults: bool, kind: str):
+    run = partial(run_seed, with_faults=with_faults, kind=kind)
     for seed in (3, 17, 108):
         assert trace_of(run, seed) == trace_of(run, seed)
 
