@@ -110,8 +110,10 @@ class VirtualCalls:
             self._end_of_hang = None
 
     async def run(self, call: Callable[[], ResultT]) -> ResultT:
-        # As on a thread, a call goes on though its waiter is cancelled.
-        return await asyncio.shield(asyncio.ensure_future(self._run(call)))
+        # As on a thread, a call goes on though its waiter is cancelled, and then nobody hears of its error.
+        running = asyncio.ensure_future(self._run(call))
+        running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return await asyncio.shield(running)
 
     async def _run(self, call: Callable[[], ResultT]) -> ResultT:
         self.num_under_way += 1
