@@ -62,6 +62,7 @@ _IN_FEED = (
     "transfer_bytes",
     "is_draining",
 )
+_OF_TIER_IN_FEED = ("name", "lookups", "hits", "num_bytes", "max_bytes")
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,8 @@ class RouterService:
         for info in self.fleet.workers():
             stats = self.channels.stats(info.peer)
             numbers = {} if stats is None else {name: getattr(stats, name) for name in _IN_FEED}
+            if stats is not None and stats.tiers:
+                numbers["tiers"] = [{name: getattr(tier, name) for name in _OF_TIER_IN_FEED} for tier in stats.tiers]
             row = {
                 "role": role_of(info, stats),
                 "id": info.peer.worker_id,

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.requests import Peer
-from twostroke.protocol.stats import ROLES, Role, WorkerInfo, WorkerStats
+from twostroke.protocol.stats import ROLES, Role, TierStats, WorkerInfo, WorkerStats
 from twostroke.router.attempt_events import MOVE_REASONS, MoveReason
 from twostroke.router.fleet import PATH_KINDS, PathKind
 from twostroke.router.observe.metrics import family
@@ -134,6 +134,28 @@ _KNOWN_GAUGES: Sequence[tuple[str, str, Callable[[WorkerStats], float | None]]] 
 )
 """Gauges that only some workers have."""
 
+_TIER_COUNTERS: Sequence[tuple[str, str, Callable[[TierStats], float]]] = (
+    ("kv_tier_lookups", "Objects looked up in a KV tier.", lambda tier: tier.lookups),
+    ("kv_tier_hits", "Of these, those read whole.", lambda tier: tier.hits),
+    ("kv_tier_hit_tokens", "Prompt tokens whose KV came from the tier.", lambda tier: tier.hit_tokens),
+    ("kv_tier_read_bytes", "Bytes read.", lambda tier: tier.read_bytes),
+    ("kv_tier_read_seconds", "Time of reads.", lambda tier: tier.read_seconds),
+    ("kv_tier_written_objects", "Objects written.", lambda tier: tier.written_objects),
+    ("kv_tier_written_bytes", "Bytes written.", lambda tier: tier.written_bytes),
+    ("kv_tier_write_seconds", "Time of writes.", lambda tier: tier.write_seconds),
+    ("kv_tier_dropped", "Objects that were not written: the queue or the cache was full.", lambda tier: tier.dropped),
+    ("kv_tier_evicted", "Objects deleted for the quota.", lambda tier: tier.evicted),
+    ("kv_tier_quarantined", "Objects with a wrong digest, set aside.", lambda tier: tier.quarantined),
+    ("kv_tier_errors", "Reads and writes that the storage failed.", lambda tier: tier.errors),
+    ("kv_tier_late", "Reads given up, since computing was quicker.", lambda tier: tier.late),
+)
+"""Counters of each KV tier of a worker."""
+
+_TIER_GAUGES: Sequence[tuple[str, str, Callable[[TierStats], float]]] = (
+    ("kv_tier_bytes", "Bytes of a KV tier's objects; 0: not known.", lambda tier: tier.num_bytes),
+    ("kv_tier_max_bytes", "Quota of a KV tier; 0: none.", lambda tier: tier.max_bytes),
+)
+
 
 @dataclass(frozen=True)
 class RouterMetricsSample:
@@ -240,7 +262,13 @@ def _ejected(sample: RouterMetricsSample) -> Metric:
 
 def _worker_families(numbers: WorkerNumbers) -> list[Metric]:
     """Return the series of the workers' own numbers; each worker is in `numbers` once."""
-    families = [*_queues(numbers), *_expert_loads(numbers), _collections(numbers), _accepted_by_position(numbers)]
+    families = [
+        *_queues(numbers),
+        *_expert_loads(numbers),
+        _collections(numbers),
+        _accepted_by_position(numbers),
+        *_tiers(numbers),
+    ]
     for name, help_text, value in _GAUGES:
         values = {_labels(info): value(stats) for info, stats in numbers}
         families.append(family(Gauges, name, help_text, _LABELS, values))
@@ -306,6 +334,19 @@ def _expert_loads(numbers: WorkerNumbers) -> list[Metric]:
     return [
         family(Gauges, "expert_skew", skews, labels, by_layer(lambda stats: stats.expert_skews)),
         family(Gauges, "expert_imbalance", imbalances, labels, by_layer(lambda stats: stats.expert_imbalances)),
+    ]
+
+
+def _tiers(numbers: WorkerNumbers) -> list[Metric]:
+    """Return the series of KV tiers, by the label `tier`; none of workers without tiers."""
+    labels = (*_LABELS, "tier")
+
+    def by_tier(value: Callable[[TierStats], float]) -> dict[tuple[str, ...], float]:
+        return {(*_labels(info), tier.name): value(tier) for info, stats in numbers for tier in stats.tiers}
+
+    return [
+        *(family(Counters, name, about, labels, by_tier(value)) for name, about, value in _TIER_COUNTERS),
+        *(family(Gauges, name, about, labels, by_tier(value)) for name, about, value in _TIER_GAUGES),
     ]
 
 

@@ -60,9 +60,15 @@ function ofSequence(one) {
   return facts;
 }
 
+function ofTier(tier) {
+  const held = tier.max_bytes ? `${bytes(tier.num_bytes)} of ${bytes(tier.max_bytes)}` : tier.num_bytes ? bytes(tier.num_bytes) : "";
+  const found = tier.lookups ? `${Math.round((100 * tier.hits) / tier.lookups)} % of ${tier.lookups} found` : "not asked yet";
+  return `${tier.name}: ${[held, found].filter(Boolean).join(", ")}`;
+}
+
 function ofWorker(one) {
   const { row } = one;
-  return [
+  const facts = [
     ["Worker", `${row.role} ${row.id}`],
     ["State", one.gone !== null ? "gone" : !row.reachable ? "not reached" : row.is_draining ? "draining" : row.ejected ? "left out" : "there"],
     ["Blocks", `${row.owned_blocks ?? 0} of ${row.total_blocks}`],
@@ -72,6 +78,9 @@ function ofWorker(one) {
     ["Read", `${row.computed_tokens ?? 0} tokens`],
     ["Written", `${row.generated_tokens ?? 0} tokens`],
   ];
+  // All rows of the table have it or none has.
+  if ([...workers.values()].some((each) => each.row.tiers)) facts.push(["KV tiers", row.tiers?.map(ofTier).join("; ") ?? "none"]);
+  return facts;
 }
 
 /** What is looked at, as a list of facts. */

@@ -67,6 +67,14 @@ _SCRAPE_S = 'quantile_over_time(0.5, scrape_duration_seconds{job="twostroke"}[10
 EMPTY_UNTIL = {
     "Hottest experts": "the model has experts",
     "Copies of hot experts": "the model has experts, and copies of them",
+    **dict.fromkeys(
+        (
+            *("Objects looked up", "Prompt tokens from tiers", "Tiers held, of their quota", "Tiers read and written"),
+            *("Time in reads and writes of tiers", "Objects written, dropped and evicted"),
+            "Tiers: what should stay 0",
+        ),
+        "the workers have KV tiers",
+    ),
     "Queues by class": "a scrape finds requests that wait",
 }
 """Panels that may be empty here, by what has to happen first. We see to refusals, errors and a lost worker."""

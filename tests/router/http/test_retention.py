@@ -1,4 +1,4 @@
-"""Clients' wishes to keep a prompt's KV, in the words of each API, and what usage tells of it."""
+"""Clients' wishes to have a prompt's KV kept, in the words of each API, and what usage tells of them."""
 
 import msgspec
 import pytest

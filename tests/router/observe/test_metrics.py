@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, WorkerLost
-from twostroke.protocol.stats import GpuUse, QueuedWork, WorkerStats
+from twostroke.protocol.stats import GpuUse, QueuedWork, TierStats, WorkerStats
 from twostroke.router.fleet import Path
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.metrics import RouterMetrics
@@ -65,6 +65,18 @@ def test_the_skew_of_a_mixtures_experts_is_told_by_layer_once_there_are_hits():
     assert text.count("twostroke:expert_skew{") == 2
     assert 'twostroke:expert_skew{layer="1",role="decode",worker="d0"} 1.5' in text
     assert 'twostroke:expert_skew{layer="2",role="decode",worker="d0"} 2.0' in text
+
+
+def test_tiers_are_told_by_name_of_those_workers_alone_that_have_any():
+    numbers = [field for field in TierStats.__struct_fields__ if field not in ("name", "read_s", "read_token_s")]
+    disk = TierStats("disk", **{name: number for number, name in enumerate(numbers, 2)})
+    stats = WorkerStats(tiers=(TierStats("host", lookups=9), disk))
+    text = scraped(workers=[(PREFILL, WorkerStats()), (INFO, stats)])
+    labels = 'role="decode",tier="disk",worker="d0"'
+    told = dict(re.findall(rf"^twostroke:kv_tier_(\w+){{{labels}}} (\S+)$", text, re.MULTILINE))
+    assert [float(value) for value in told.values()] == [*range(2, 2 + len(numbers))]
+    assert 'twostroke:kv_tier_lookups_total{role="decode",tier="host",worker="d0"} 9.0' in text
+    assert 'role="prefill",tier=' not in text
 
 
 def test_queues_are_told_by_class_once_whatever_its_requests_priorities():

@@ -7,6 +7,7 @@ import json
 import pytest
 from playwright.async_api import Page, expect
 
+from twostroke.protocol.stats import TierStats
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -280,6 +281,19 @@ async def test_a_worker_that_dies_and_comes_back_is_seen(site_of, window):
         await site.rig["d1"].start()
         await expect(of_d1).to_have_count(2)
         await expect(of_d1.last).to_contain_text("there")
+
+
+async def test_tiers_are_shown_where_some_worker_has_any(site_of, window):
+    async with site_of(1, 1, listen=True) as site, window(site.url) as page:
+        await page.get_by_role("button", name="Table").click()
+        of_d0, of_p0 = (page.locator("#workers tr", has_text=name) for name in ("decode d0", "prefill p0"))
+        await expect(of_d0).to_contain_text("there")
+        await expect(page.locator("#workers")).not_to_contain_text("KV tiers")
+        disk = TierStats("disk", lookups=8, hits=6, num_bytes=3 * 2**29, max_bytes=2**32)
+        site.rig["d0"].tell(tiers=(TierStats("host"), disk))
+        await expect(page.locator("#workers")).to_contain_text("KV tiers")
+        await expect(of_d0).to_contain_text("host: not asked yet; disk: 1.5 GiB of 4.0 GiB, 75 % of 8 found")
+        await expect(of_p0).to_contain_text("none")
 
 
 async def test_a_hostile_page_gets_nothing(site_of, window):
