@@ -38,6 +38,14 @@ def test_what_does_not_fit_is_told_with_the_role(settings: dict[str, Any], compl
         check_model(read_config(settings), BUNDLED_MODEL_DIR)
 
 
+def test_memory_of_tiers_is_counted_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twostroke.model.cache.memory.available_bytes", lambda _: 40 * 2**30)
+    settings: dict[str, Any] = {role: {"num_blocks": 64} for role in ("prefill", "decode")}
+    check_model(read_config({**settings, "kv_cache": {"tiers": {"host_bytes": "15GiB"}}}), BUNDLED_MODEL_DIR)
+    with pytest.raises(ConfigError, match=r"^too little memory: .* KV tiers 20\.00 GiB.*kv_cache\.tiers\.host_bytes"):
+        check_model(read_config({**settings, "kv_cache": {"tiers": {"host_bytes": "20GiB"}}}), BUNDLED_MODEL_DIR)
+
+
 def test_how_large_caches_of_no_said_size_get_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("twostroke.model.cache.memory.available_bytes", lambda _: 40 * 2**30)
     config = read_config({"model": {"dtype": "bfloat16"}, "prefill": {"num_blocks": 1024}, "decode": {"replicas": 3}})

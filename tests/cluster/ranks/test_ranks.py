@@ -257,3 +257,28 @@ async def test_the_threads_of_a_gpus_rank_take_turns_many_times_in_a_step(
             replace(WorkerSettings.of(config, config.decode), device=device), WORKER, TcpNetwork(SECRET), SECRET
         )
     assert asked == interval_s
+
+
+async def load_with(tiers: dict[str, Any], **model: Any) -> None:
+    config = read_config({"model": model, "decode": {"num_blocks": 64}, "kv_cache": {"tiers": tiers}})
+    await load_rank(WorkerSettings.of(config, config.decode), WORKER, TcpNetwork(SECRET), SECRET)
+
+
+async def test_a_tier_that_can_not_be_used_here_is_told_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    disk = {"path": str(tmp_path / "not" / "mounted"), "bytes": "1GiB"}
+    with pytest.raises(ConfigError, match=r"^kv_cache\.tiers\.disk\.path: there is no directory "):
+        await load_with({"disk": disk}, path=str(tmp_path / "none"))
+
+
+async def test_a_quota_that_no_disk_has_is_warned_of_where_the_worker_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=r"^model\.path: "):
+        await load_with({"disk": {"path": str(tmp_path), "bytes": "900000TiB"}}, path=str(tmp_path / "none"))
+    (record,) = caplog.records
+    assert record.message.startswith("kv_cache.tiers.disk.bytes: the quota of ")
+
+
+async def test_a_tier_that_holds_no_object_of_the_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_cache\.tiers\.disk\.bytes: 4096 bytes hold no object: "):
+        await load_with({"disk": {"path": str(tmp_path), "bytes": 4096}})
