@@ -96,7 +96,7 @@ class FileBlobs:
                 folder.mkdir(0o700)
         found = ours.lstat()
         if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is no folder of ours", str(ours))
+            raise NotADirectoryError(errno.ENOTDIR, "it is no folder; where it is a link, name the folder", str(ours))
         if stat.S_IMODE(found.st_mode) & 0o077:
             raise PermissionError(errno.EPERM, f"others could read KV there; chmod 700 {ours}", str(ours))
         note = self._base / "FORMAT"
@@ -191,7 +191,8 @@ class FileBlobs:
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         """Yield the files whose keys begin with `prefix`, in no order. Removes what dead writers have left."""
-        yield from self._walk(self._objects, "", prefix)
+        if not any(folder.is_symlink() for folder in (self._base.parent, self._base, self._objects)):
+            yield from self._walk(self._objects, "", prefix)
 
     def clean(self) -> None:
         """Remove what dead writers have left, and empty folders."""
@@ -240,9 +241,9 @@ class FileBlobs:
         """
         check_key(key)
         *folders, name = key.split("/")
-        descriptor = os.open(self._objects, _DIRECTORY_FLAGS | _NO_LINK)
+        descriptor = os.open(self.root, _DIRECTORY_FLAGS)
         try:
-            for folder in folders:
+            for folder in (*self._objects.relative_to(self.root).parts, *folders):
                 try:
                     inner = os.open(folder, _DIRECTORY_FLAGS | _NO_LINK, dir_fd=descriptor)
                 except FileNotFoundError:

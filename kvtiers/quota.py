@@ -45,6 +45,7 @@ class QuotaBlobs:
         self._on_evicted = on_evicted
         self._lock = threading.Lock()  # of all below
         self._index = S3Fifo(max_bytes)
+        self._limit = max_bytes  # lower while the disk is too small for that
         self._reserved = 0  # bytes of blobs that are being written
         self._changed: dict[object, set[str]] = {}  # keys that changed during each listing that goes on
         self._making_room = threading.Lock()
@@ -86,8 +87,8 @@ class QuotaBlobs:
 
         Raises OSError: EFBIG for a blob larger than the quota, EAGAIN where other threads' writes fill it.
 
-        Where the disk is full, it drops as many bytes as it wanted to write and raises ENOSPC all the same: the next
-        one may succeed.
+        Where the disk is full, it drops as many bytes as it wanted to write and raises ENOSPC all the same. What there
+        was then is the limit until the next listing, so that the next writes succeed.
         """
         num_bytes = sum(part.nbytes for part in parts)
         if num_bytes > self.max_bytes:
@@ -96,7 +97,7 @@ class QuotaBlobs:
         if self._clock() - self._refreshed_at >= self._refresh_s:
             self.refresh()
         with self._making_room:
-            self._drop(lambda _: self._index.num_bytes + self._reserved + num_bytes > self.max_bytes)
+            self._drop(lambda _: self._index.num_bytes + self._reserved + num_bytes > self._limit)
             with self._lock:
                 if self._reserved + num_bytes > self.max_bytes:
                     message = f"blobs of {self._reserved} bytes that are being written leave no room for {num_bytes}"
@@ -107,6 +108,8 @@ class QuotaBlobs:
         except OSError as error:
             with self._lock:
                 self._reserved -= num_bytes
+                if error.errno in FULL_DISK:
+                    self._limit = min(self._limit, self._index.num_bytes + self._reserved)
             if error.errno in FULL_DISK:
                 with self._making_room:
                     self._drop(lambda dropped: dropped < num_bytes)
@@ -149,6 +152,7 @@ class QuotaBlobs:
             raise
         with self._lock:
             del self._changed[listing]
+            self._limit = self.max_bytes
             there = {info.key for info in found}
             for key in self._index.keys() - there - changed:
                 self._index.remove(key)

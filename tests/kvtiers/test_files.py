@@ -141,6 +141,22 @@ def test_links_are_not_followed(blobs: FileBlobs, tmp_path: Path) -> None:
     assert [path.name for path in outside.iterdir()] == ["file"]
 
 
+def test_our_own_folder_may_not_be_a_link(blobs: FileBlobs, tmp_path: Path) -> None:
+    """Somebody else who may write into the root could lead us into a folder of theirs."""
+    (tmp_path / "other").mkdir()
+    other = FileBlobs(tmp_path / "other", sync=False)
+    other.write(KEY, views(b"theirs"))
+    (blobs.root / "twostroke-kv").symlink_to(tmp_path / "other/twostroke-kv")
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"), blobs.open(KEY):
+        pass
+    with pytest.raises(NotADirectoryError, match="where it is a link, name the folder"):
+        blobs.write(KEY, views(b"ours"))
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        blobs.delete(KEY)
+    assert list(blobs.list()) == []
+    assert content(other) == b"theirs"
+
+
 def test_a_pipe_in_a_files_place_does_not_hold_a_reader(blobs: FileBlobs) -> None:
     blobs.write(KEY, views(b"x"))
     place_of(blobs).unlink()
