@@ -119,9 +119,10 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
             "nixl",
             "import importlib\nfrom twostroke.kvtransfer.transports import nixl\nimportlib.import_module(nixl.PACKAGE)",
         ),
+        ("obstore", "from twostroke.kvtiers.bucket import BucketBlobs\nBucketBlobs('s3://bucket')"),
     ],
 )
-def test_the_image_has_what_tracing_and_nixl_need(distribution: str, script: str) -> None:
+def test_the_image_has_what_tracing_nixl_and_buckets_need(distribution: str, script: str) -> None:
     (extras,) = re.findall(r'"twostroke\[([\w,]+)\] @', (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8"))
     assert distribution in distributions_of(extras)
     assert distribution in {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
