@@ -117,8 +117,11 @@ class HostTier:
         assert found == list(range(self.store.num_blocks)), f"{len(found)} blocks of {self.store.num_blocks} are known"
         assert not self.num_pinned, f"{self.num_pinned} objects are pinned"
 
-    def buffers(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return the memory of blocks: tensor by tensor, and block by block within each; adjacent ones as one view."""
+    def buffers(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return the memory of a group's blocks: tensor by tensor, and block by block within each.
+
+        Adjacent blocks are one view. Tensors that the group leaves alone hold other objects' bytes, and are left out.
+        """
         size = self.store.layout.block_bytes
         runs: list[list[int]] = []
         for block_id in block_ids:
@@ -126,7 +129,8 @@ class HostTier:
                 runs[-1][1] += 1
             else:
                 runs.append([block_id, block_id + 1])
-        return [tensor[first * size : end * size] for tensor in self._tensors for first, end in runs]
+        tensors = [self._tensors[tensor] for tensor in self.groups.tensors_of_group[group]]
+        return [tensor[first * size : end * size] for tensor in tensors for first, end in runs]
 
     def table(self, objects: Sequence[HostObject]) -> list[int]:
         """Return the block table of a prefix that ends with these objects, one after the other; NO_BLOCK elsewhere."""

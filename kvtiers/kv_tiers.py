@@ -410,7 +410,7 @@ class KVTiers:
 
     def _section(self, one: HostObject, group: int) -> SectionData:
         first, block_ids = one.blocks[group]
-        return SectionData(group, first, len(block_ids), self.host.buffers(block_ids))
+        return SectionData(group, first, len(block_ids), self.host.buffers(group, block_ids))
 
     def _learn(self, read: TierRead, objects: Sequence[HostObject], seconds: float) -> None:
         """Learn what reading takes, and count the tokens, by tier."""

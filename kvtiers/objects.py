@@ -34,8 +34,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from twostroke.kvtiers.blobs import BlobReader, BlobStore
 from twostroke.kvtiers.identity import FORMAT_VERSION, NAME_BYTES, TENANT_BYTES, ObjectKey, object_name, pack_record
+from twostroke.kvtiers.storage.blobs import BlobReader, BlobStore
 from twostroke.protocol.blocks import HASH_BYTES, BlockHash
 from twostroke.protocol.errors import ConfigError, how_to_install
 from twostroke.protocol.kv_layout import DTYPE_BYTES, ONE_RANK, KVLayout
@@ -125,9 +125,9 @@ class ObjectHeader(msgspec.Struct, frozen=True, array_like=True):
         return next((index for index, section in enumerate(self.sections) if section.group == group), None)
 
 
-def section_bytes(layout: KVLayout, num_rows: int) -> int:
-    """Return the bytes of a section: a block of each row in each tensor of the cache."""
-    return layout.block_bytes * layout.num_tensors * num_rows
+def section_bytes(layout: KVLayout, group: int, num_rows: int) -> int:
+    """Return the bytes of a section: a block of each row in each tensor that the group's layers write into."""
+    return layout.block_bytes * len(layout.groups.tensors_of_group[group]) * num_rows
 
 
 def rows_key(identity: bytes, tenant: bytes, layout: KVLayout, row_hashes: bytes) -> ObjectKey:
@@ -336,8 +336,7 @@ def _fault(header: ObjectHeader) -> str | None:
         last = section.first_row + section.num_rows
         if section.num_rows < 1 or not header.first_row <= section.first_row < last <= end:
             return f"section {index} begins at row {section.first_row} and has {section.num_rows} rows"
-        if section.num_bytes != section_bytes(layout, section.num_rows):
-            expected = section_bytes(layout, section.num_rows)
+        if section.num_bytes != (expected := section_bytes(layout, section.group, section.num_rows)):
             return f"section {index} has {section.num_bytes} bytes, and its rows have {expected}"
     return None
 

@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from twostroke.kvtiers.blobs import BlobMissing, BlobStore
 from twostroke.kvtiers.identity import ObjectKey, model_prefix, name_in
 from twostroke.kvtiers.objects import (
     ObjectCipher,
     ObjectDamaged,
+    ObjectOfAnotherCipher,
     ObjectRows,
     SectionData,
     open_listed_object,
     open_object,
     write_object,
 )
+from twostroke.kvtiers.storage.blobs import BlobMissing, BlobStore
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import KVLayout
@@ -160,6 +161,9 @@ class StorageTier:
         except BlobMissing:
             self._missing(ref)
             self.read_s += NEWEST * (self.clock() - began - self.read_s)
+        except ObjectOfAnotherCipher as error:  # the key has changed: nothing is wrong with the object
+            self._missing(ref)
+            _log.info("an object of the %s tier is left alone: %s", self.name, error)
         except ObjectDamaged as error:
             self.count("quarantined")
             self._missing(ref)
@@ -237,6 +241,8 @@ class StorageTier:
         try:
             with open_object(self.blobs, ref.key, self.layout, self.cipher) as stored:
                 opened_s = self.clock() - began
+                if stored.header.rows != ref.rows:
+                    raise ObjectDamaged("its rows are not those of the prefix")
                 found: list[int] = []
                 for index, section in enumerate(stored.header.sections):
                     part = wanted.get(section.group)
@@ -244,6 +250,8 @@ class StorageTier:
                         continue
                     stored.read_section(index, part.buffers)
                     found.append(section.group)
+        except ObjectOfAnotherCipher:
+            raise
         except ObjectDamaged:
             self.blobs.quarantine(ref.key.path)
             raise
@@ -259,6 +267,8 @@ class StorageTier:
                         found.append((stored.header.name, stored.header.row_hashes))
             except BlobMissing:
                 continue  # another worker has just deleted it
+            except ObjectOfAnotherCipher:
+                continue
             except ObjectDamaged as error:
                 _log.warning("%s is put aside: %s", key, error)
                 self.blobs.quarantine(key)

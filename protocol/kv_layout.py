@@ -91,6 +91,14 @@ class KVGroups:
         return max(self.tensor_of_layer) + 1
 
     @cached_property
+    def tensors_of_group(self) -> tuple[tuple[int, ...], ...]:
+        """The tensors that each group's layers write into: all, but for the last group of a kind."""
+        found: list[set[int]] = [set() for _ in self.windows]
+        for group, tensor in zip(self.of_layer, self.tensor_of_layer, strict=True):
+            found[group].add(tensor)
+        return tuple(tuple(sorted(tensors)) for tensors in found)
+
+    @cached_property
     def table_of_layer(self) -> tuple[int, ...]:
         """Return each layer's place in `tables`."""
         of_group = {group: place for place, groups in enumerate(self.tables) for group in groups}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
 
 ResultT = TypeVar("ResultT")
 

@@ -119,7 +119,7 @@ def test_a_command_whose_packages_are_missing_names_the_extra(command: str, need
             "nixl",
             "import importlib\nfrom twostroke.kvtransfer.transports import nixl\nimportlib.import_module(nixl.PACKAGE)",
         ),
-        ("obstore", "from twostroke.kvtiers.bucket import BucketBlobs\nBucketBlobs('s3://bucket')"),
+        ("obstore", "from twostroke.kvtiers.storage.bucket import BucketBlobs\nBucketBlobs('s3://bucket')"),
     ],
 )
 def test_the_image_has_what_tracing_nixl_and_buckets_need(distribution: str, script: str) -> None:

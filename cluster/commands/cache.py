@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing
-from twostroke.kvtiers.bucket import BucketBlobs
-from twostroke.kvtiers.files import OUR_FOLDER, FileBlobs, key_in_quarantine
 from twostroke.kvtiers.identity import tenant_digest
 from twostroke.kvtiers.objects import ObjectCipher, ObjectDamaged, ObjectOfAnotherCipher, verify_listed_object
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
+from twostroke.kvtiers.storage.bucket import BucketBlobs
+from twostroke.kvtiers.storage.files import OUR_FOLDER, FileBlobs, key_in_quarantine
 from twostroke.protocol.errors import ConfigError
 
 _DIGEST = re.compile(r"[0-9a-f]{16}")

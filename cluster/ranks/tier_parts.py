@@ -15,8 +15,8 @@ from twostroke.protocol.requests import Peer
 
 if TYPE_CHECKING:
     from twostroke.cluster.ranks.rank_parts import RankParts
-    from twostroke.kvtiers.blobs import BlobStore
     from twostroke.kvtiers.kv_tiers import KVTiers
+    from twostroke.kvtiers.storage.blobs import BlobStore
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtransfer.transports import Transports
     from twostroke.protocol.kv_layout import KVLayout
@@ -90,12 +90,12 @@ def make_tiers(
 
 def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     """Return the tiers behind the host's, in the order in which they are looked up. Raises ConfigError."""
-    from twostroke.kvtiers.bucket import BucketBlobs
-    from twostroke.kvtiers.files import FileBlobs
     from twostroke.kvtiers.objects import ObjectCipher
-    from twostroke.kvtiers.quota import QuotaBlobs
+    from twostroke.kvtiers.storage.bucket import BucketBlobs
+    from twostroke.kvtiers.storage.files import FileBlobs
+    from twostroke.kvtiers.storage.quota import QuotaBlobs
+    from twostroke.kvtiers.storage.threads import BlockingCalls
     from twostroke.kvtiers.storage_tier import StorageTier
-    from twostroke.kvtiers.threads import BlockingCalls
     from twostroke.kvtiers.tier_index import TierIndex
 
     cipher = None if config.key_file is None else ObjectCipher(read_key(config.key_file))

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from random import Random
 from typing import NamedTuple
 
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing, BlobStore
 from twostroke.kvtiers.identity import KVIdentity, ObjectKey, tenant_digest
 from twostroke.kvtiers.objects import (
     ObjectCipher,
@@ -16,6 +15,7 @@ from twostroke.kvtiers.objects import (
     section_bytes,
     write_object,
 )
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing, BlobStore
 from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.kv_layout import FP8, STATE_WINDOW, KVLayout
 
@@ -91,7 +91,7 @@ class Sample(NamedTuple):
             found = []
             for index in range(len(self.sections)) if only is None else only:
                 section = reader.header.sections[index]
-                tensors = self.layout.num_tensors
+                tensors = len(self.layout.groups.tensors_of_group[section.group])
                 buffers = [memoryview(bytearray(section.num_bytes // tensors)) for _ in range(tensors)]
                 reader.read_section(index, buffers)
                 found.append(b"".join(buffers))
@@ -114,9 +114,10 @@ def sample(
     sections = []
     for group, window in enumerate(layout.groups.windows):
         first = max(first_row, layout.groups.first_kept(group, end * layout.block_size) // layout.block_size)
-        size = section_bytes(layout, end - first) // layout.num_tensors
+        tensors = len(layout.groups.tensors_of_group[group])
+        size = section_bytes(layout, group, end - first) // tensors
         assert window or first == first_row
-        buffers = [memoryview(random.randbytes(size)) for _ in range(layout.num_tensors)]
+        buffers = [memoryview(random.randbytes(size)) for _ in range(tensors)]
         sections.append(SectionData(group, first, end - first, buffers))
     key = rows_key(identity, tenant_digest(client), layout, hashes)
     previous = random.randbytes(32) if first_row else b""

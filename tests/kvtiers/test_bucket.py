@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from tests.kvtiers.rig import LAYOUTS, PLAIN, STATES, sample
-from twostroke.kvtiers.blobs import BlobMissing
-from twostroke.kvtiers.bucket import BucketBlobs
-from twostroke.kvtiers.files import MAX_QUARANTINED, key_in_quarantine
 from twostroke.kvtiers.objects import ObjectDamaged
-from twostroke.kvtiers.quota import QuotaBlobs
+from twostroke.kvtiers.storage.blobs import BlobMissing
+from twostroke.kvtiers.storage.bucket import BucketBlobs
+from twostroke.kvtiers.storage.files import MAX_QUARANTINED, key_in_quarantine
+from twostroke.kvtiers.storage.quota import QuotaBlobs
 from twostroke.protocol.errors import ConfigError
 
 KEY = f"{'ab' * 8}/{'cd' * 8}/ef/{'ef' * 32}.kv"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.kvtiers.eviction import S3Fifo
+from twostroke.kvtiers.storage.eviction import S3Fifo
 
 
 def trace(seed: int, num_blobs: int, length: int, scan_share: float) -> Iterator[str]:

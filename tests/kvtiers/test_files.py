@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.kvtiers.rig import PLAIN, WINDOWS, sample
-from twostroke.kvtiers import files
-from twostroke.kvtiers.blobs import BlobMissing
-from twostroke.kvtiers.files import MAX_QUARANTINED, STALE_S, FileBlobs
 from twostroke.kvtiers.objects import ObjectDamaged
+from twostroke.kvtiers.storage import files
+from twostroke.kvtiers.storage.blobs import BlobMissing
+from twostroke.kvtiers.storage.files import MAX_QUARANTINED, STALE_S, FileBlobs
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = f"{'ab' * 8}/{'cd' * 8}/ef/{'ef' * 32}.kv"
@@ -412,7 +412,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.kvtiers.rig import sample
-from twostroke.kvtiers.files import FileBlobs
+from twostroke.kvtiers.storage.files import FileBlobs
 
 blobs = FileBlobs(Path(sys.argv[1]), sync=sys.argv[2] == "synced")
 objects = [sample(seed=seed, num_rows=200) for seed in range(8)]
@@ -445,7 +445,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.kvtiers.rig import sample
-from twostroke.kvtiers.files import FileBlobs
+from twostroke.kvtiers.storage.files import FileBlobs
 
 name, before = sys.argv[2], sys.argv[3] == "before"
 call = getattr(os, name)

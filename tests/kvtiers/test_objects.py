@@ -9,7 +9,6 @@ import pytest
 
 from tests.kvtiers.mutations import Mutations
 from tests.kvtiers.rig import IN_FP8, LAYOUTS, PLAIN, STATES, WINDOWS, MemoryBlobs, Sample, sample
-from twostroke.kvtiers.blobs import BlobMissing
 from twostroke.kvtiers.objects import (
     _PREAMBLE,
     ObjectCipher,
@@ -21,6 +20,7 @@ from twostroke.kvtiers.objects import (
     verify_listed_object,
     write_object,
 )
+from twostroke.kvtiers.storage.blobs import BlobMissing
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout, RankCut
 
@@ -150,7 +150,7 @@ def test_parts_that_make_no_object_are_not_written() -> None:
 
 def test_a_buffer_that_is_not_contiguous_is_refused() -> None:
     one = sample()
-    size = section_bytes(PLAIN, 3)
+    size = section_bytes(PLAIN, 0, 3)
     striped = SectionData(0, 2, 3, [memoryview(bytes(2 * size))[::2]])
     with pytest.raises(ValueError, match="not contiguous"):
         write_object(MemoryBlobs(), one.key, PLAIN, one.rows, [striped])

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.kvtiers.rig import MemoryBlobs, MemoryReader
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing
-from twostroke.kvtiers.quota import QuotaBlobs
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
+from twostroke.kvtiers.storage.quota import QuotaBlobs
 
 
 class WatchedBlobs(MemoryBlobs):

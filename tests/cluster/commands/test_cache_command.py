@@ -10,9 +10,9 @@ import pytest
 from tests.cluster.command_line import one_line
 from tests.kvtiers.rig import PLAIN, WINDOWS, Sample, sample
 from twostroke.cluster.cli import main
-from twostroke.kvtiers.bucket import BucketBlobs
-from twostroke.kvtiers.files import FileBlobs
 from twostroke.kvtiers.objects import ObjectCipher
+from twostroke.kvtiers.storage.bucket import BucketBlobs
+from twostroke.kvtiers.storage.files import FileBlobs
 from twostroke.router.http.tenants import KeyConfig, Tenant
 
 DAY_S = 86_400

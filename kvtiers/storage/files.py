@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing
 from twostroke.kvtiers.identity import FORMAT_VERSION
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
 
 OUR_FOLDER = "twostroke-kv"
 STALE_S = 600.0

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing
-from twostroke.kvtiers.files import MAX_QUARANTINED, OUR_FOLDER, check_key, quarantine_name
 from twostroke.kvtiers.identity import FORMAT_VERSION
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
+from twostroke.kvtiers.storage.files import MAX_QUARANTINED, OUR_FOLDER, check_key, quarantine_name
 from twostroke.protocol.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:

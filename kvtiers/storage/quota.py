@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from twostroke.kvtiers.blobs import BlobInfo, BlobMissing, BlobReader, BlobStore
-from twostroke.kvtiers.eviction import S3Fifo
+from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing, BlobReader, BlobStore
+from twostroke.kvtiers.storage.eviction import S3Fifo
 
 REFRESH_S = 60.0
 """Seconds between two listings."""
