@@ -326,7 +326,7 @@ class _Simulation:
         assert not keeps_some, f"{process.host} keeps offers for requests that have ended"
 
     async def _check_tiers(self, process: SimProcess) -> None:
-        """What waits to be written is, and then nobody holds memory of the host tier."""
+        """Wait until nothing is read or written any more; nobody holds memory of the host tier then."""
         if process.tiers is None:
             return
         tiers = process.tiers.tiers
