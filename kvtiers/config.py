@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -16,10 +17,12 @@ from twostroke.protocol.settings import ByteSize, Interval, Section
 SETTING: Final = "kv_cache.tiers"
 """Path of TiersConfig in the configuration, with which errors begin."""
 
-PASSING_BYTES = 256 * 2**20
+PASSING_BYTES = 512 * 2**20
 """Host memory of a worker for objects on their way, where a disk or a shared tier is set and `host_bytes` is not."""
 
 KEY_BYTES = 32
+_KEY_FILE_BYTES = 256
+"""Bytes of a file of a key that are read: digits may have blanks around them."""
 
 _S3_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](?:/[A-Za-z0-9!_.*'()-]+)*/?")
 _ENDPOINT = re.compile(r"https?://[^/\s@?#]+/?")
@@ -106,7 +109,8 @@ class TiersConfig(Section):
     computed. It bounds what a storage that hangs can cost."""
     key_file: str | None = None
     """File with a key of 32 bytes, plain or as 64 hexadecimal digits, by which objects are encrypted (AES-256-GCM); an
-    absolute path, the same on every node. `openssl rand -hex 32` makes one. null: objects are not encrypted."""
+    absolute path, the same on every node, which others can't write. `openssl rand -hex 32` makes one. null: objects
+    are not encrypted."""
 
     @model_validator(mode="after")
     def _check_tiers(self) -> "TiersConfig":
@@ -176,19 +180,28 @@ def check_objects(tiers: TiersConfig, token_bytes: int) -> None:
             )
 
 
-def read_key(path: str) -> bytes:
-    """Return the key in `key_file`, 32 bytes. Raises ConfigError that names the setting and never shows the key."""
+def read_key(path: str, *, setting: str = f"{SETTING}.key_file") -> bytes:
+    """Return the key in a file: its 32 bytes, or what its 64 hexadecimal digits stand for.
+
+    Raises ConfigError that names the setting and the file, and never shows the key.
+    """
+    way_out = f"`openssl rand -hex {KEY_BYTES}` makes one"
     try:
-        raw = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            raw = file.read(_KEY_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{setting}: there is no file {path} of a key: {way_out}") from error
     except OSError as error:
-        raise ConfigError(f"{SETTING}.key_file: {path} can't be read: {error.strerror}") from error
+        raise ConfigError(f"{setting}: {path} can't be read: {error.strerror}") from error
+    if stat.S_ISREG(mode) and mode & 0o022:
+        raise ConfigError(f"{setting}: others can write {path}: chmod 400 {path}, and make a new key if they may have")
     if len(raw) == KEY_BYTES:
         return raw
-    digits = raw.strip()
-    if re.fullmatch(rb"[0-9a-fA-F]{64}", digits):
+    if len(raw) <= _KEY_FILE_BYTES and re.fullmatch(rb"[0-9a-fA-F]{64}", digits := raw.strip()):
         return bytes.fromhex(digits.decode())
     raise ConfigError(
-        f"{SETTING}.key_file: {path} has neither 32 bytes nor 64 hexadecimal digits: `openssl rand -hex 32` makes a key"
+        f"{setting}: {path} has neither {KEY_BYTES} bytes nor {2 * KEY_BYTES} hexadecimal digits: {way_out}"
     )
 
 

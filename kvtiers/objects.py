@@ -22,18 +22,17 @@ Everything here blocks. Payloads are neither joined nor copied, except that a ci
 
 import hashlib
 import os
-import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import xxhash
 
+from twostroke.kvtiers.config import KEY_BYTES
 from twostroke.kvtiers.identity import FORMAT_VERSION, NAME_BYTES, TENANT_BYTES, ObjectKey, object_name, pack_record
 from twostroke.kvtiers.storage.blobs import BlobReader, BlobStore
 from twostroke.protocol.blocks import HASH_BYTES, BlockHash
@@ -44,7 +43,6 @@ MAGIC = b"\x89TS-KV\r\n"
 MAX_HEADER_BYTES = 1 << 20
 DIGEST_BYTES = 16
 NONCE_BYTES = 12
-CIPHER_KEY_BYTES = 32
 _CIPHER_PIECE_BYTES = 256 << 10
 """Bytes that are encrypted or decrypted at once: other threads wait for so many, and a core's cache holds them."""
 
@@ -416,8 +414,8 @@ class ObjectCipher:
 
     def __init__(self, key: bytes):
         """`key`: 32 random bytes."""
-        if len(key) != CIPHER_KEY_BYTES:
-            raise ValueError(f"a key has {CIPHER_KEY_BYTES} bytes, not {len(key)}")
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -427,25 +425,6 @@ class ObjectCipher:
         self._cipher = Cipher
         self._aes = algorithms.AES(key)
         self._gcm = modes.GCM
-
-    @classmethod
-    def from_file(cls, path: Path) -> "ObjectCipher":
-        """Return the cipher with the key in a file: 32 bytes. Raises ConfigError, which names the file."""
-        way_out = f"make one: (umask 077; head -c {CIPHER_KEY_BYTES} /dev/urandom > {path})"
-        try:
-            with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                key = file.read(CIPHER_KEY_BYTES + 1)
-        except FileNotFoundError as error:
-            raise ConfigError(f"{path}: there is no such file of a key; {way_out}") from error
-        except OSError as error:
-            raise ConfigError(f"{path}: the key can't be read: {error.strerror}") from error
-        if stat.S_ISREG(mode) and mode & 0o022:
-            raise ConfigError(f"{path}: others can write the key; chmod 600 {path}")
-        if len(key) != CIPHER_KEY_BYTES:
-            found = f"more than {CIPHER_KEY_BYTES}" if len(key) > CIPHER_KEY_BYTES else str(len(key))
-            raise ConfigError(f"{path}: a key has {CIPHER_KEY_BYTES} random bytes, this file has {found}; {way_out}")
-        return cls(key)
 
     def seal(self, context: bytes, parts: Sequence[memoryview]) -> _Sealed:
         nonce = os.urandom(NONCE_BYTES)

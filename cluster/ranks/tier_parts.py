@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostroke.kvtiers.config import TiersConfig, read_key
+from twostroke.kvtiers.config import SETTING, TiersConfig, read_key
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import ONE_RANK, incompatibility
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from twostroke.cluster.ranks.rank_parts import RankParts
     from twostroke.kvtiers.kv_tiers import KVTiers
     from twostroke.kvtiers.storage.blobs import BlobStore
+    from twostroke.kvtiers.storage.files import FileBlobs
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtransfer.transports import Transports
     from twostroke.protocol.kv_layout import KVLayout
@@ -92,7 +93,6 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     """Return the tiers behind the host's, in the order in which they are looked up. Raises ConfigError."""
     from twostroke.kvtiers.objects import ObjectCipher
     from twostroke.kvtiers.storage.bucket import BucketBlobs
-    from twostroke.kvtiers.storage.files import FileBlobs
     from twostroke.kvtiers.storage.quota import QuotaBlobs
     from twostroke.kvtiers.storage.threads import BlockingCalls
     from twostroke.kvtiers.storage_tier import StorageTier
@@ -107,8 +107,7 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     tiers: list[StorageTier] = []
     if config.disk.path is not None:
         evicted: deque[str] = deque()
-        files = FileBlobs(Path(config.disk.path), sync=True)
-        disk = QuotaBlobs(files, config.disk.bytes, on_evicted=evicted.append)
+        disk = QuotaBlobs(_files("disk.path", config.disk.path), config.disk.bytes, on_evicted=evicted.append)
         tiers.append(
             tier(
                 "disk",
@@ -121,8 +120,21 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
             )
         )
     if config.shared.path is not None:
-        tiers.append(tier("shared", FileBlobs(Path(config.shared.path), sync=True), read_s=SHARED_READ_S))
+        tiers.append(tier("shared", _files("shared.path", config.shared.path), read_s=SHARED_READ_S))
     if config.shared.url is not None:
         bucket = BucketBlobs(config.shared.url, endpoint=config.shared.endpoint)
         tiers.append(tier("shared", bucket, read_s=SHARED_READ_S))
     return tiers
+
+
+def _files(setting: str, path: str) -> "FileBlobs":
+    """Return the directory's objects; make the directory where its parent exists. Raises ConfigError."""
+    from twostroke.kvtiers.storage.files import FileBlobs
+
+    files = FileBlobs(Path(path), sync=True)
+    try:
+        files.root.mkdir(0o700, exist_ok=True)
+        files.prepare()
+    except OSError as error:
+        raise ConfigError(f"{SETTING}.{setting}: {path} can't be used: {error.strerror}: {error.filename}") from error
+    return files

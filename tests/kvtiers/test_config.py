@@ -60,7 +60,7 @@ def test_a_text_in_place_of_the_shared_tier_is_its_path_or_its_url() -> None:
 
 
 def test_objects_have_memory_to_pass_where_a_storage_is_set_alone() -> None:
-    assert with_tiers({"disk": DISK}).tiers.memory_bytes == PASSING_BYTES
+    assert with_tiers({"disk": DISK}).tiers.memory_bytes == PASSING_BYTES == 512 * 2**20
     assert with_tiers({"disk": DISK, "host_bytes": "1GiB"}).tiers.memory_bytes == GIB
     assert with_tiers({"host_bytes": "1MiB"}).tiers.memory_bytes == 2**20
 
@@ -180,14 +180,39 @@ def test_a_quota_smaller_than_one_object_is_refused() -> None:
     check_objects(TiersConfig(), token_bytes=2**40)
 
 
+def key_file(folder: Path, content: bytes, mode: int = 0o400) -> str:
+    path = folder / "kv.key"
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
 def test_a_key_is_32_bytes_or_their_digits(tmp_path: Path) -> None:
     key = bytes(range(32))
-    for raw in (key, key.hex().encode(), f"{key.hex()}\n".encode()):
-        (path := tmp_path / "key").write_bytes(raw)
-        assert read_key(str(path)) == key
-    (path := tmp_path / "short").write_text("top secret")
-    with pytest.raises(ConfigError, match=r"^kv_cache\.tiers\.key_file: .*short has neither 32 bytes nor") as caught:
-        read_key(str(path))
-    assert "top secret" not in str(caught.value)
-    with pytest.raises(ConfigError, match=r"^kv_cache\.tiers\.key_file: .*none can't be read: No such file"):
-        check_machine(tiers_at(tmp_path, key_file=str(tmp_path / "none")))
+    for raw in (key, key.hex().encode(), f"{key.hex().upper()}\n".encode()):
+        assert read_key(key_file(tmp_path, raw)) == key
+
+
+@pytest.mark.parametrize("raw", [b"", b"top secret", bytes(31), bytes(33), b"0" * 63, b"0" * 64 + b" " * 256])
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, raw: bytes) -> None:
+    path = key_file(tmp_path, raw)
+    with pytest.raises(ConfigError) as caught:
+        read_key(path)
+    assert str(caught.value) == (
+        f"kv_cache.tiers.key_file: {path} has neither 32 bytes nor 64 hexadecimal digits: `openssl rand -hex 32` "
+        "makes one"
+    )
+
+
+def test_a_key_that_lacks_or_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    none = str(tmp_path / "none")
+    with pytest.raises(ConfigError, match=rf"^kv_cache\.tiers\.key_file: there is no file {none} of a key: `openssl"):
+        check_machine(tiers_at(tmp_path, key_file=none))
+    with pytest.raises(ConfigError, match=rf"^--key-file: {tmp_path} can't be read: Is a directory"):
+        read_key(str(tmp_path), setting="--key-file")
+    for mode in (0o620, 0o602):
+        path = key_file(tmp_path, bytes(32), mode)
+        with pytest.raises(ConfigError, match=rf"^kv_cache\.tiers\.key_file: others can write {path}: chmod 400 "):
+            check_machine(tiers_at(tmp_path, key_file=path))
+    assert read_key(key_file(tmp_path, bytes(32), 0o444)) == bytes(32)  # as Kubernetes mounts a Secret

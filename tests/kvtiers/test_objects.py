@@ -1,14 +1,12 @@
 """Objects are read back as they were written, or not at all."""
 
-import os
 import struct
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.kvtiers.mutations import Mutations
-from tests.kvtiers.rig import IN_FP8, LAYOUTS, PLAIN, STATES, WINDOWS, MemoryBlobs, Sample, sample
+from tests.kvtiers.rig import LAYOUTS, PLAIN, STATES, WINDOWS, MemoryBlobs, Sample, sample
 from twostroke.kvtiers.objects import (
     _PREAMBLE,
     ObjectCipher,
@@ -21,7 +19,6 @@ from twostroke.kvtiers.objects import (
     write_object,
 )
 from twostroke.kvtiers.storage.blobs import BlobMissing
-from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import KVLayout, RankCut
 
 CIPHERS = [None, ObjectCipher(bytes(range(32)))]
@@ -179,23 +176,3 @@ def test_the_mutations_would_be_seen() -> None:
     mutations = Mutations(seed=0)
     for cipher in mutations.ciphers:
         assert len(mutations.accepted_without_digests(cipher, 200)) > 20
-
-
-def test_a_key_comes_from_a_file_of_32_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "kv.key"
-    with pytest.raises(ConfigError, match=r"kv\.key: there is no such file of a key; make one: .*head -c 32"):
-        ObjectCipher.from_file(path)
-    for content, found in ((b"", "has 0"), (bytes(31), "has 31"), (bytes(64), "has more than 32")):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"kv\.key: a key has 32 random bytes, this file {found}; make one"):
-            ObjectCipher.from_file(path)
-    path.write_bytes(bytes(range(32)))
-    os.chmod(path, 0o666)
-    with pytest.raises(ConfigError, match="others can write the key; chmod 600"):
-        ObjectCipher.from_file(path)
-    os.chmod(path, 0o600)
-    blobs, one = MemoryBlobs(), sample(IN_FP8)
-    one.write(blobs, ObjectCipher.from_file(path))
-    assert one.read(blobs, CIPHERS[1]) == one.contents
-    with pytest.raises(ConfigError, match="the key can't be read: Is a directory"):
-        ObjectCipher.from_file(tmp_path)

@@ -4,8 +4,10 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from tests.cluster.command_line import one_line
 from tests.kvtiers.rig import PLAIN, WINDOWS, Sample, sample
@@ -13,12 +15,11 @@ from twostroke.cluster.cli import main
 from twostroke.kvtiers.objects import ObjectCipher
 from twostroke.kvtiers.storage.bucket import BucketBlobs
 from twostroke.kvtiers.storage.files import FileBlobs
-from twostroke.router.http.tenants import KeyConfig, Tenant
+from twostroke.router.http.tenants import KeyConfig, cache_salt
 
 DAY_S = 86_400
-ALICE = Tenant(
-    KeyConfig(name="alice", sha256="0" * 64), secret=b"the cluster's secret", clock=time.monotonic, num_routers=1
-).cache_salt
+ALICE_KEY = {"name": "alice", "sha256": "a1" * 32}
+ALICE = cache_salt(KeyConfig(**ALICE_KEY))
 
 
 def tenant_of(one: Sample) -> str:
@@ -57,6 +58,32 @@ def place_of(tier: FileBlobs, one: Sample) -> Path:
 
 def told(capsys: pytest.CaptureFixture[str], tier: FileBlobs, *arguments: str, exit_code: int = 0) -> str:
     assert main(["cache", *arguments, "--path", str(tier.root)]) == exit_code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def configuration(folder: Path, tiers: dict[str, Any], **sections: Any) -> str:
+    """Write a server's configuration; returns its path."""
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump({"kv_cache": {"tiers": tiers}, **sections}))
+    return str(path)
+
+
+@pytest.fixture
+def shared(tmp_path_factory: pytest.TempPathFactory) -> FileBlobs:
+    return FileBlobs(tmp_path_factory.mktemp("shared"), sync=False)
+
+
+@pytest.fixture
+def both(tier: FileBlobs, shared: FileBlobs, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A configuration whose disk is `tier`, and whose shared directory is `shared`."""
+    tiers = {"disk": {"path": str(tier.root), "bytes": "1GiB"}, "shared": str(shared.root)}
+    return configuration(tmp_path_factory.mktemp("etc"), tiers, auth={"keys": [ALICE_KEY]})
+
+
+def of_config(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int = 0) -> str:
+    assert main(["cache", *arguments]) == exit_code
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -195,18 +222,178 @@ def test_a_tenant_is_dropped_from_every_model_and_from_quarantine(
     assert left(tier, objects) == []
 
 
-def test_a_tenant_is_known_by_its_keys_name_where_the_secret_is(
-    tier: FileBlobs, objects: list[Sample], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_tenant_is_known_by_the_name_of_its_key(
+    tier: FileBlobs, objects: list[Sample], both: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("TWOSTROKE_SECRET", raising=False)
     assert main(["cache", "drop", "--path", str(tier.root), "--tenant", "alice"]) == 2
     assert one_line(capsys) == (
-        "twostroke: --tenant alice: a name becomes digits by the server's secret; set TWOSTROKE_SECRET to that, "
-        "or give the 16 digits that `twostroke cache ls` shows"
+        "twostroke: --tenant alice: the name of an API key is looked up in the server's configuration: give --config "
+        "FILE, or the 16 digits that `twostroke cache ls` shows, or - for requests without a key"
     )
-    monkeypatch.setenv("TWOSTROKE_SECRET", "the cluster's secret")
-    told(capsys, tier, "drop", "--tenant", "alice")
+    assert main(["cache", "drop", "--config", both, "--tenant", "bob"]) == 2
+    assert one_line(capsys) == (
+        f"twostroke: --tenant bob: {both} has no API key of that name; of a key that is deleted or replaced, give the "
+        "16 digits that `twostroke cache ls` shows"
+    )
+    assert left(tier, objects) == [0, 1, 2, 3, 4]
+    told(capsys, tier, "drop", "--config", both, "--tenant", "alice")
     assert left(tier, objects) == [0, 4]
+
+
+def test_a_tenant_of_the_file_of_keys_is_dropped_from_all_tiers(
+    tier: FileBlobs, shared: FileBlobs, objects: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects[1].write(shared)
+    objects[4].write(shared)
+    (keys := tmp_path / "keys.yaml").write_text(yaml.safe_dump({"keys": [ALICE_KEY]}))
+    tiers = {"disk": {"path": str(tier.root), "bytes": "1GiB"}, "shared": str(shared.root)}
+    config = configuration(tmp_path, tiers, auth={"keys_file": str(keys)})
+    dropped = of_config(capsys, "drop", "--config", config, "--tenant", "alice").splitlines()
+    assert [line.split(" of ")[0] for line in dropped] == [
+        f"disk: {tier.root}",
+        "deleted 3 objects",
+        "",
+        f"shared: {shared.root}",
+        "deleted 1 objects",
+    ]
+    assert (left(tier, objects), left(shared, objects)) == ([0, 4], [4])
+
+
+def test_each_tier_of_the_configuration_is_shown_by_itself(
+    tier: FileBlobs, shared: FileBlobs, objects: list[Sample], both: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects[4].write(shared)
+    lines = of_config(capsys, "ls", "--config", both).splitlines()
+    assert [line for line in lines if not line or ": " in line] == [f"disk: {tier.root}", "", f"shared: {shared.root}"]
+    assert (lines[-1].split()[:3], len(lines)) == ([model_of(objects[4]), tenant_of(objects[4]), "1"], 10)
+    found = json.loads(of_config(capsys, "ls", "--config", both, "--json"))
+    assert {name: sum(one["objects"] for one in totals) for name, totals in found.items()} == {"disk": 5, "shared": 1}
+    alone = of_config(capsys, "stat", "--config", both, "--tier", "shared").splitlines()
+    assert alone[:2] == [f"shared: {shared.root}", "objects      1"]
+    assert not any(line.startswith("quota") for line in alone)
+    assert "quota        1.0 GiB" in of_config(capsys, "stat", "--config", both).splitlines()
+    found = json.loads(of_config(capsys, "stat", "--config", both, "--json"))
+    assert (found["disk"]["quota"], found["disk"]["objects"], found["shared"]["objects"]) == (2**30, 5, 1)
+
+
+def test_one_damaged_tier_of_two_ends_the_check_with_its_exit_code(
+    tier: FileBlobs, shared: FileBlobs, objects: list[Sample], both: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects[4].write(shared)
+    torn = place_of(tier, objects[0])
+    torn.write_bytes(torn.read_bytes()[:-1])
+    found = json.loads(of_config(capsys, "stat", "--verify", "--config", both, "--json", exit_code=1))
+    assert (found["disk"]["whole"], found["shared"]["whole"]) == (4, 1)
+
+
+def test_the_key_of_the_configuration_reads_encrypted_objects(
+    tier: FileBlobs, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample(WINDOWS).write(tier, ObjectCipher(bytes(32)))
+    folder = tmp_path_factory.mktemp("etc")
+    key = folder / "kv.key"
+    key.write_text("00" * 32 + "\n")
+    key.chmod(0o400)
+    disk = {"path": str(tier.root), "bytes": "1GiB"}
+    config = configuration(folder, {"disk": disk, "key_file": str(key)})
+    verify = ("stat", "--verify", "--json", "--config", config)
+    assert json.loads(of_config(capsys, *verify))["disk"]["whole"] == 1
+    assert json.loads(of_config(capsys, *verify, "--path", str(tier.root)))["whole"] == 1
+    key.chmod(0o602)
+    assert json.loads(of_config(capsys, "stat", "--json", "--config", config))["disk"]["objects"] == 1  # reads no key
+    assert main(["cache", *verify]) == 2
+    assert one_line(capsys).startswith(f"twostroke: kv_cache.tiers.key_file: others can write {key}: chmod 400 ")
+
+
+def test_the_configured_quota_is_what_a_disk_is_pruned_to(
+    tier: FileBlobs, shared: FileBlobs, objects: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects[0].write(shared)
+    size = sum(place_of(tier, one).stat().st_size for one in objects[:2])
+    tiers = {"disk": {"path": str(tier.root), "bytes": size}, "shared": str(shared.root)}
+    config = configuration(tmp_path, tiers)
+    pruned = json.loads(of_config(capsys, "prune", "--config", config, "--json"))
+    assert (pruned.keys(), pruned["disk"]["objects"], left(tier, objects)) == ({"disk"}, 3, [0, 1])
+    assert main(["cache", "prune", "--config", config, "--tier", "shared"]) == 2
+    assert one_line(capsys) == (
+        "twostroke: cache prune: shared has no quota; give --max-bytes SIZE or --older-than AGE"
+    )
+    of_config(capsys, "prune", "--config", config, "--older-than", "12h")
+    assert (left(tier, objects), left(shared, objects)) == ([0], [0])
+    of_config(capsys, "prune", "--config", config, "--max-bytes", "0", "--tier", "disk")
+    assert (left(tier, objects), left(shared, objects)) == ([], [0])
+
+
+def test_nothing_is_deleted_while_a_tier_of_the_configuration_is_not_there(
+    tier: FileBlobs, objects: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = {"disk": {"path": str(tier.root), "bytes": "1GiB"}, "shared": "/nowhere/kv"}
+    config = configuration(tmp_path, tiers)
+    assert main(["cache", "drop", "--config", config, "--tenant", "-"]) == 2
+    assert one_line(capsys) == (
+        "twostroke: kv_cache.tiers.shared.path: /nowhere/kv: there is no such directory on this machine; run this "
+        "where a worker runs, or choose the other tier by --tier"
+    )
+    assert left(tier, objects) == [0, 1, 2, 3, 4]
+
+
+def test_a_bucket_of_the_configuration_is_asked_at_its_endpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+    make = BucketBlobs.__init__
+
+    def noted(bucket: BucketBlobs, url: str, *, endpoint: str | None) -> None:
+        asked.append((url, endpoint))
+        make(bucket, url, endpoint=endpoint)
+
+    monkeypatch.setattr(BucketBlobs, "__init__", noted)
+    monkeypatch.setattr(BucketBlobs, "list", lambda *_: iter(()))
+    config = configuration(tmp_path, {"shared": {"url": "s3://models/kv", "endpoint": "http://127.0.0.1:9"}})
+    assert of_config(capsys, "ls", "--config", config).startswith("shared: s3://models/kv\nMODEL")
+    assert asked == [("s3://models/kv", "http://127.0.0.1:9")]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "arguments", "message"),
+    [
+        (
+            None,
+            [],
+            "say where the tier lies: --config FILE, the server's configuration, or --path with a directory or "
+            "s3://BUCKET/PREFIX",
+        ),
+        ({}, [], "--config {file}: kv_cache.tiers has neither disk nor shared, so nothing is stored"),
+        ({"host_bytes": 7}, [], "--config {file}: kv_cache.tiers has neither disk nor shared, so nothing is stored"),
+        ({"shared": "/kv"}, ["--tier", "disk"], "--tier disk: kv_cache.tiers of {file} has only shared"),
+        (
+            {"shared": "/kv"},
+            ["--tier", "disk", "--path", "/kv"],
+            "--tier disk: --path names the tier already; give one of them",
+        ),
+        (
+            {"shared": "s3://models"},
+            ["--endpoint", "http://x"],
+            "--endpoint http://x: it belongs to a bucket of --path; give both or none",
+        ),
+        (
+            {"disk": {"path": "/nowhere/kv", "bytes": 1}},
+            [],
+            "kv_cache.tiers.disk.path: /nowhere/kv: there is no such directory on this machine; run this where a "
+            "worker runs",
+        ),
+    ],
+)
+def test_a_tier_that_the_options_do_not_name_is_told_with_the_way_out(
+    tiers: dict[str, Any] | None,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = [] if tiers is None else ["--config", configuration(tmp_path, tiers)]
+    assert main(["cache", "ls", *config, *arguments]) == 2
+    assert one_line(capsys) == f"twostroke: {message.format(file=tmp_path / 'serve.yaml')}"
 
 
 def test_a_model_is_dropped(tier: FileBlobs, objects: list[Sample], capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,14 +407,21 @@ def test_a_model_is_dropped(tier: FileBlobs, objects: list[Sample], capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "--path", "{none}"], "--path {none}: there is no such directory; give one, or s3://BUCKET/PREFIX"),
+        (
+            ["ls", "--path", "{none}"],
+            "--path {none}: there is no such directory on this machine; give one, or s3://BUCKET/PREFIX",
+        ),
         (["ls", "--path", "{inner}"], "--path {inner}: it lies within a tier; give the directory above: {root}"),
         (["ls", "--path", "s3://"], "--path s3://: it is no bucket's URL; write s3://BUCKET or s3://BUCKET/PREFIX"),
         (
             ["ls", "--path", "{root}", "--endpoint", "http://x"],
             "--endpoint http://x: only buckets have one; --path {root} is a directory",
         ),
-        (["prune", "--path", "{root}"], "cache prune: say what goes, with --max-bytes SIZE or --older-than AGE"),
+        (
+            ["prune", "--path", "{root}"],
+            "cache prune: say what goes, with --max-bytes SIZE or --older-than AGE; --config FILE alone prunes all "
+            "models of its disk to the quota",
+        ),
         (
             ["prune", "--path", "{root}", "--max-bytes", "much"],
             "--max-bytes much: write a number and its unit, as in 50GiB, 500MB or 2TB",
