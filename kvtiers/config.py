@@ -18,7 +18,7 @@ SETTING: Final = "kv_cache.tiers"
 """Path of TiersConfig in the configuration, with which errors begin."""
 
 PASSING_BYTES = 512 * 2**20
-"""Host memory of a worker for objects on their way, where a disk or a shared tier is set and `host_bytes` is not."""
+"""Least host memory of a worker for objects on their way, where a disk or a shared tier is set."""
 
 KEY_BYTES = 32
 _KEY_FILE_BYTES = 256
@@ -95,7 +95,8 @@ class TiersConfig(Section):
 
     host_bytes: ByteSize = 0
     """Host memory of each worker, such as `4GiB`, in which objects are kept, and which they pass on their way from and
-    to the other tiers. 0: no tier of its own; with a disk or a shared tier, 256 MiB to pass."""
+    to the other tiers: a prefix is read from those as far as this memory holds it. With a disk or a shared tier it is
+    at least 512 MiB. 0: no tier of its own."""
     disk: DiskTierConfig = Field(default_factory=DiskTierConfig)
     shared: SharedTierConfig = Field(default_factory=SharedTierConfig)
     object_tokens: Annotated[int, Ge(16), Le(8192)] = 256
