@@ -59,7 +59,7 @@ class TierPlace(NamedTuple):
 
 
 class TierReport(NamedTuple):
-    """What a command found or did in one tier."""
+    """Result of a command in one tier."""
 
     document: Any  # for --json
     lines: Sequence[str]  # for people
