@@ -1,6 +1,7 @@
 """KV objects: the KV of a run of consecutive rows of one prefix. Here are the format, and all that reads or writes it.
 
-    preamble   magic, version, length of the header, length of all sections, the header's nonce, the header's digest
+    preamble   magic, version, length of the header, length of all sections, mark of the cipher's key, the header's
+               nonce, the header's digest
     header     ObjectHeader in MessagePack
     sections   the bytes of one group of layers each, one section after the other
 
@@ -46,8 +47,10 @@ NONCE_BYTES = 12
 _CIPHER_PIECE_BYTES = 256 << 10
 """Bytes that are encrypted or decrypted at once: other threads wait for so many, and a core's cache holds them."""
 
-_PREAMBLE = struct.Struct("<8sIIQ12s16s")
+MARK_BYTES = 8
+_PREAMBLE = struct.Struct("<8sIIQ8s12s16s")
 _NO_NONCE = bytes(NONCE_BYTES)
+_NO_MARK = bytes(MARK_BYTES)
 
 
 class ObjectDamaged(Exception):
@@ -55,7 +58,7 @@ class ObjectDamaged(Exception):
 
 
 class ObjectOfAnotherCipher(ObjectDamaged):
-    """The object is encrypted and the reader has no key, or the other way round."""
+    """The object is encrypted and the reader has no key or another one, or it is not and the reader has a key."""
 
 
 class ObjectRows(NamedTuple):
@@ -181,7 +184,7 @@ def write_object(
         raise ValueError(f"the header of an object of {rows.num_rows} rows has {len(packed)} bytes; make it shorter")
     lengths = len(packed), sum(section.num_bytes for section in header.sections)
     own = seal.seal(_header_context(key, *lengths, packed), [])
-    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, *lengths, own.nonce or _NO_NONCE, own.digest)
+    preamble = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, *lengths, seal.mark, own.nonce or _NO_NONCE, own.digest)
     parts = [memoryview(preamble), memoryview(packed), *(view for one in sealed for view in one.parts)]
     blobs.write(key.path, parts)
     return len(preamble) + sum(lengths)
@@ -259,7 +262,7 @@ def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> Obje
     try:
         preamble = bytearray(_PREAMBLE.size)
         blob.read_into([memoryview(preamble)])
-        magic, version, header_bytes, payload_bytes, nonce, digest = _PREAMBLE.unpack(preamble)
+        magic, version, header_bytes, payload_bytes, mark, nonce, digest = _PREAMBLE.unpack(preamble)
         if magic != MAGIC:
             raise ObjectDamaged("it does not begin as an object")
         if version != FORMAT_VERSION:
@@ -273,8 +276,12 @@ def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> Obje
         blob.read_into([memoryview(packed)])
     except EOFError as error:
         raise ObjectDamaged("it ends before its sections") from error
-    if (nonce == _NO_NONCE) != (seal.name == ""):
-        raise ObjectOfAnotherCipher("it is encrypted" if seal.name == "" else "it is not encrypted")
+    if mark != seal.mark:
+        if mark == _NO_MARK:
+            raise ObjectOfAnotherCipher("it is not encrypted")
+        raise ObjectOfAnotherCipher("it is encrypted" if seal.mark == _NO_MARK else "it is encrypted with another key")
+    if (nonce == _NO_NONCE) != (mark == _NO_MARK):
+        raise ObjectDamaged("its nonce is not one of its cipher")
 
     def verify(key: ObjectKey) -> None:
         if not seal.opens(_header_context(key, header_bytes, payload_bytes, packed), nonce, digest, []):
@@ -284,7 +291,7 @@ def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> Obje
         verify(key)  # before anything decodes it
     try:
         header = _DECODER.decode(packed)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ObjectDamaged(f"its header can't be decoded: {error}") from error
     if key is None:
         verify(header.key)
@@ -378,6 +385,10 @@ class _Seal(Protocol):
     def name(self) -> str:
         """The cipher's name; empty for none."""
 
+    @property
+    def mark(self) -> bytes:
+        """Bytes that tell the keys of ciphers apart; zeros for none."""
+
     def seal(self, context: bytes, parts: Sequence[memoryview]) -> _Sealed:
         """Return these bytes sealed, bound to `context`."""
 
@@ -389,6 +400,7 @@ class _Checksums:
     """Digests by xxh3-128, of bytes that are stored as they are."""
 
     name = ""
+    mark = _NO_MARK
 
     def seal(self, context: bytes, parts: Sequence[memoryview]) -> _Sealed:
         digest = xxhash.xxh3_128(len(context).to_bytes(4, "little") + context)
@@ -407,7 +419,7 @@ class ObjectCipher:
     """AES-256-GCM with an operator's key: sections are encrypted, and the tags bind them and the header.
 
     Nonces are random, so one key serves 2^32 sections and headers: change it before it has sealed so many, which are
-    petabytes. Objects of another key count as damaged. Raises ConfigError where `cryptography` is missing.
+    petabytes. Objects of another key are told by its mark. Raises ConfigError where `cryptography` is missing.
     """
 
     name = "aes-256-gcm"
@@ -421,6 +433,7 @@ class ObjectCipher:
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
         except ModuleNotFoundError as error:
             raise ConfigError(f"encryption of KV at rest needs cryptography: {how_to_install('serve')}") from error
+        self.mark = hashlib.sha256(pack_record({"mark of a key": key})).digest()[:MARK_BYTES]
         self._invalid = InvalidTag
         self._cipher = Cipher
         self._aes = algorithms.AES(key)

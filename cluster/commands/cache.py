@@ -171,7 +171,7 @@ def _stat(place: TierPlace, tier: Tier, *, cipher: ObjectCipher | None, is_verif
         lines += [f"{kind}: {key}: {why}" for key, why in objects.items()]
     if faults.get("other_cipher"):
         lines.append(
-            "--key-file FILE reads encrypted objects; without a key --verify reads those that are not encrypted"
+            "--key-file FILE reads objects that are encrypted with its key; without, --verify reads those that are not"
         )
     return TierReport(result, lines, 1 if faults.get("damaged") or faults.get("unreadable") else 0)
 

@@ -11,6 +11,7 @@ from twostroke.kvtiers.objects import (
     _PREAMBLE,
     ObjectCipher,
     ObjectDamaged,
+    ObjectOfAnotherCipher,
     SectionData,
     open_listed_object,
     open_object,
@@ -84,14 +85,14 @@ def test_plain_objects_and_encrypted_ones_are_not_taken_for_each_other(
 ) -> None:
     blobs, one = MemoryBlobs(), sample()
     one.write(blobs, written)
-    with pytest.raises(ObjectDamaged, match="it is encrypted" if written else "it is not encrypted"):
+    with pytest.raises(ObjectOfAnotherCipher, match="it is encrypted" if written else "it is not encrypted"):
         one.read(blobs, read)
 
 
 def test_an_object_of_another_key_of_the_operator_is_refused() -> None:
     blobs, one = MemoryBlobs(), sample()
     one.write(blobs, ObjectCipher(bytes(32)))
-    with pytest.raises(ObjectDamaged, match="the header's digest is wrong"):
+    with pytest.raises(ObjectOfAnotherCipher, match="it is encrypted with another key"):
         one.read(blobs, CIPHERS[1])
 
 
@@ -120,6 +121,17 @@ def refused(one: Sample, **changes: object) -> str:
         changed.write(blobs)
     assert not blobs.blobs
     return str(error.value)
+
+
+def test_a_header_whose_text_is_none_is_damaged() -> None:
+    """A listing's headers are decoded before their digests can be checked."""
+    blobs, one = MemoryBlobs(), sample()
+    one.write(blobs)
+    blob = blobs.blobs[one.key.path]
+    assert blob.count(b"bfloat16") == 1
+    blobs.blobs[one.key.path] = blob.replace(b"bfloat16", b"bfl\xe2at16")
+    with pytest.raises(ObjectDamaged, match="its header can't be decoded"), open_listed_object(blobs, one.key.path):
+        pass
 
 
 def test_parts_that_make_no_object_are_not_written() -> None:
