@@ -19,7 +19,7 @@ A product of a token then costs 1 - f of what it did, and attention 1 - f^2. A r
 does, which is slow where reads go on beside computing.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,16 +60,25 @@ class _RecentBlocks:
             self._left += self._bytes.popitem(last=False)[1]
 
 
+MIN_USES = 2
+"""Use of a block at which tiers take it, as workers write."""
+
+
 def found_shares(
-    prompts: Iterable[Sequence[PromptBlock]], token_bytes: float, cache_bytes: float, tiers: Sequence[TierSize]
+    prompts: Iterable[Sequence[PromptBlock]],
+    token_bytes: float,
+    cache_bytes: float,
+    tiers: Sequence[TierSize],
+    min_uses: int = MIN_USES,
 ) -> dict[str, float]:
     """Return the share of all prompt tokens that is found in the GPU cache and in each tier, by name, in their order.
 
-    `token_bytes` are those of a token's KV. A name has the same tokens wherever it stands.
+    `token_bytes` are those of a token's KV. A name has the same tokens wherever it stands. Tiers take blocks at their
+    use number `min_uses`.
     """
     places = [_RecentBlocks(cache_bytes), *(_RecentBlocks(one.num_bytes) for one in tiers)]
     found = [0] * len(places)
-    used: set[Hashable] = set()
+    uses: Counter[Hashable] = Counter()
     num_tokens = 0
     for blocks in prompts:
         length = sum(tokens for _, tokens in blocks)
@@ -82,10 +91,9 @@ def found_shares(
             found[number] += min(tokens, left)
             left -= tokens
         for name, tokens in reversed(blocks):
-            is_proven = name in used
-            for place in places if is_proven else places[:1]:
+            uses[name] += 1
+            for place in places if uses[name] >= min_uses else places[:1]:
                 place.use(name, tokens * token_bytes)
-            used.add(name)
     names = (CACHE, *(one.name for one in tiers))
     return {name: tokens / max(1, num_tokens) for name, tokens in zip(names, found, strict=True)}
 
