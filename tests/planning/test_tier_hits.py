@@ -1,4 +1,4 @@
-"""What prefix caches and KV tiers hold of a trace, beside a replay of all history, and what plans make of it."""
+"""Shares that prefix caches and KV tiers hold of a trace, beside a replay of all history, and plans with them."""
 
 import argparse
 import json
