@@ -148,6 +148,8 @@ class KVTiers:
                 first = asyncio.Event()
                 scanned.add(asyncio.create_task(first.wait()))
                 self._scans.add(asyncio.create_task(self._scan(tier, first), name=f"scan of the {tier.name} tier"))
+            else:
+                self._scans.add(asyncio.create_task(tier.look(), name=f"first look at the {tier.name} tier"))
         if scanned:  # the first prompts after a restart need it most
             await asyncio.wait(scanned, timeout=FIRST_SCAN_S)
             for waiter in scanned:
@@ -472,6 +474,8 @@ class KVTiers:
         A chat's beginning often comes back once only. So where a disk has room it is written at once, unless traffic
         that never comes back would feel it.
         """
+        if not self.storage:
+            return self._link_token_s <= CHEAP_SHARE * token_s
         has_room = any(tier.num_bytes() < ROOM_SHARE * tier.max_bytes for tier in self.storage if tier.max_bytes)
         return has_room and not self._writes and self._write_token_s <= CHEAP_SHARE * token_s
 
