@@ -79,6 +79,10 @@ _COMMANDS = {
         "benchmarks.speculation",
         "tokens per second with drafts and without, on work that repeats itself and on work that does not",
     ),
+    "bench tiers": (
+        "benchmarks.tiers",
+        "prompts whose KV comes from a disk, beside computing them",
+    ),
     "bench autoscaling": (
         "benchmarks.autoscaling",
         "whether workers follow a load that rises fourfold and falls again",

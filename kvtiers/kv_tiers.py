@@ -20,7 +20,7 @@ from typing import Any
 from twostroke.kvtiers.host_tier import HostObject, HostTier
 from twostroke.kvtiers.identity import KVIdentity, tenant_digest
 from twostroke.kvtiers.objects import ObjectRows, SectionData, rows_key
-from twostroke.kvtiers.storage_tier import ObjectRef, StorageTier
+from twostroke.kvtiers.storage_tier import FIRST_BYTES_PER_S, ObjectRef, StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtiers.uses import UseCounts
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -51,6 +51,10 @@ FIRST_SCAN_S = 2.0
 """Seconds for which a worker's start waits for the first scan, which goes on behind it: some 20,000 objects."""
 FLUSH_S = 5.0
 """Seconds that a worker that ends gives its tiers to write what waits."""
+ROOM_SHARE = 0.9
+"""Share of a disk's quota up to which objects are written at their first use."""
+CHEAP_SHARE = 0.02
+"""The most of a prompt's computing time that writing at the first use may take."""
 MOST_WRITES = 64
 """Objects that wait to be written; more are dropped."""
 
@@ -126,6 +130,7 @@ class KVTiers:
         self._digest = self.identity.digest
         self._host_counts = {"lookups": 0, "hits": 0, "hit_tokens": 0}
         self._link_token_s = layout.token_bytes / FIRST_LINK_BYTES_PER_S
+        self._write_token_s = layout.token_bytes / FIRST_BYTES_PER_S
         self._peer = self.sender.peer
         self._groups = self.host.groups
         self._addresses: tuple[Address, ...] = ()
@@ -143,6 +148,8 @@ class KVTiers:
                 first = asyncio.Event()
                 scanned.add(asyncio.create_task(first.wait()))
                 self._scans.add(asyncio.create_task(self._scan(tier, first), name=f"scan of the {tier.name} tier"))
+            else:
+                self._scans.add(asyncio.create_task(tier.look(), name=f"first look at the {tier.name} tier"))
         if scanned:  # the first prompts after a restart need it most
             await asyncio.wait(scanned, timeout=FIRST_SCAN_S)
             for waiter in scanned:
@@ -440,22 +447,37 @@ class KVTiers:
 
     # --- writing ---
 
-    def request_ended(self, hashes: Sequence[BlockHash], client: bytes, *, keeps: bool) -> list[ObjectRun]:
+    def request_ended(
+        self, hashes: Sequence[BlockHash], client: bytes, *, keeps: bool, token_s: float
+    ) -> list[ObjectRun]:
         """Count a use of a sequence's objects; return runs of those that are to be written now.
 
-        These are objects that were used before, or with `keeps` all of them, and that a tier lacks.
+        These are objects that a tier lacks and that were used before, or all with `keeps`, and where writing costs
+        little beside computing, which takes `token_s` seconds a token.
         """
         due: list[ObjectRun] = []
         if self._worker is None or self._is_closing:
             return due
+        least_uses = 1 if keeps or self._is_cheap(token_s) else 2
         for ref in self._refs(hashes, client):
             uses = self._uses.use(ref.name)
-            if (uses > 1 or keeps) and self._is_lacking(ref):
+            if uses >= least_uses and self._is_lacking(ref):
                 if due and due[-1].end_row == ref.first_row and not self._groups.windowed:
                     due[-1].refs += (ref,)
                 else:  # what is sent of windows depends on where a transfer ends
                     due.append(ObjectRun((ref,)))
         return due
+
+    def _is_cheap(self, token_s: float) -> bool:
+        """Return True where objects may be written at their first use.
+
+        A chat's beginning often comes back once only. So where a disk has room it is written at once, unless traffic
+        that never comes back would feel it.
+        """
+        if not self.storage:
+            return self._link_token_s <= CHEAP_SHARE * token_s
+        has_room = any(tier.num_bytes() < ROOM_SHARE * tier.max_bytes for tier in self.storage if tier.max_bytes)
+        return has_room and not self._writes and self._write_token_s <= CHEAP_SHARE * token_s
 
     def _is_lacking(self, ref: ObjectRef) -> bool:
         if ref.name in self._under_way:
@@ -537,6 +559,8 @@ class KVTiers:
                 sections = [self._section(write.one, group) for group in sorted(write.one.blocks)]
                 for tier in write.tiers:
                     seconds += await tier.write(write.ref, sections)
+                tokens = self.object_rows * self._block_size
+                self._write_token_s += NEWEST * (seconds / tokens - self._write_token_s)
                 self._writes.popleft().one.pins -= 1
                 self._under_way.discard(write.ref.name)
                 if not self._is_closing:

@@ -208,6 +208,14 @@ class StorageTier:
                 self.index.discard(name_in(self.evicted.popleft()))
         return self.clock() - began
 
+    async def look(self) -> None:
+        """Warn where the storage can't be listed: a wrong bucket looks like one that has nothing."""
+        try:
+            await self.reads.run(lambda: next(iter(self.blobs.list()), None))
+        except OSError as error:
+            self.count("errors")
+            _log.warning("the %s tier can't be listed: %s", self.name, error)
+
     async def scan(self, identity: bytes) -> None:
         """Bring the index up to date with what lies in the storage of the model with this identity.
 

@@ -1,4 +1,5 @@
-"""Counts of the uses of objects. Most prompts never come again, so an object is written when it is used once more.
+"""Counts of the uses of objects. Most prompts never come again, so an object is written when it is used once more,
+unless writing is cheap (KVTiers.request_ended).
 
 Pure. Without it every prompt's KV would be written, and traffic without reuse would pay for tiers.
 """

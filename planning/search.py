@@ -177,10 +177,11 @@ def check_floors(
     promise: SLOTargets,
     terms: PlanConstraints,
     repeated: float = 0.0,
+    computed: float = 1.0,
 ) -> None:
     """Raises ConfigError, with the floor, for a promise that not even an idle worker could keep.
 
-    `repeated` is the share of the answers that drafts may find.
+    `repeated` is the share of the answers that drafts may find, `computed` that of the prompts that no tier holds.
     """
     prompts = sorted(prompt for prompt, _ in workload.lengths)
     prompt = prompts[min(len(prompts) - 1, int(promise.ttft_share * len(prompts)))]
@@ -195,7 +196,7 @@ def check_floors(
                     continue
                 machines.append(machine)
     for name, asked_s, floor_s in (
-        ("ttft", promise.ttft_s, min(ttft_floor_s(machine, shape, prompt) for machine in machines)),
+        ("ttft", promise.ttft_s, computed * min(ttft_floor_s(machine, shape, prompt) for machine in machines)),
         (
             "tpot",
             promise.tpot_s,

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.costs.operations import NumberFormats
 from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
+from twostroke.planning.commands.options import amount
 from twostroke.planning.commands.plan import add_repeated, model_of, workload_for
 from twostroke.planning.costs.capacity import CapacityCase, batching, border, capacity, lines, model_of_numbers, sizes
 from twostroke.planning.costs.literature import check_lines
@@ -26,16 +26,6 @@ from twostroke.protocol.errors import ConfigError
 CONTEXTS = (2048, 4096, 8192, 32_768, 131_072)
 DTYPES = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
 NUMBERS = ("layers", "kv_heads", "head_dim", "heads", "hidden", "ffn", "vocabulary")
-_UNITS: dict[str, float] = {"": 1, **{letter: 10 ** (3 * power) for power, letter in enumerate("kMGTP", 1)}}
-_UNITS |= {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)}
-
-
-def amount(text: str) -> float:
-    """An argument's type: 80GB, 80GiB, 2TB, 312T, 2e12."""
-    found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKMGTP]?i?)(?:B|B/s|FLOP/s)?", text)
-    if found is None or (unit := _UNITS.get(found[2])) is None:
-        raise argparse.ArgumentTypeError(f"{text}: write a number, as in 80GB, 80GiB, 2TB or 2e12")
-    return above_zero(found[1]) * unit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

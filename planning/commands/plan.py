@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -25,9 +25,11 @@ from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.planning.commands.options import TierHits, add_tiers, tier_lines, tiers_as_json
 from twostroke.planning.costs.drafted_steps import step_of
 from twostroke.planning.costs.profiles import among_busy, profile_of
 from twostroke.planning.costs.roofline import WorkerHardware
+from twostroke.planning.costs.tier_hits import PrefixHits
 from twostroke.planning.layouts import TRIED_MODES, Mode
 from twostroke.planning.search import (
     Budget,
@@ -89,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_workload(questions)
     add_repeated(questions)
+    add_tiers(questions)
     model_form = parser.add_argument_group("model form")
     model_form.add_argument(
         "--quantization", default="auto,int8", metavar="KIND[,KIND]", help="that may be taken (%(default)s)"
@@ -145,6 +148,7 @@ class PlanRequest:
     promise: SLOTargets
     terms: PlanConstraints
     hardware: Mapping[str, Hardware]  # by name; none where workers are measured
+    tiers: TierHits | None = None
 
     def machine(self, profile: WorkerProfile) -> WorkerHardware:
         hardware, shares = self.hardware[profile.hardware], profile.shares_contexts
@@ -157,10 +161,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.costs is not None and arguments.gpu is not None:
         raise ConfigError("--costs: beside --gpu: give one of them")
     shape, promise = model_of(arguments.model), promise_of(arguments.slo)
-    workload = workload_for(arguments, shape)
+    plan = plan_for(arguments, shape)
+    workload = sample_of(plan, Path(arguments.workload).stem)
     hardware = {} if arguments.costs is not None else {one.name: one for one in _hardware(arguments)}
-    request = PlanRequest(shape, workload, promise, _terms(arguments), hardware)
-    profiles = _kinds(arguments, request)
+    request = PlanRequest(shape, workload, promise, _terms(arguments), hardware, TierHits.of(arguments, plan))
+    profiles, hits = _kinds(arguments, request)
     budget = Budget(arguments.gpus, arguments.usd_per_hour)
     search = FleetSearch(profiles, profiles, workload, promise, budget, arguments.modes)
     _say(f"{len(profiles)} profiles of worker have room; searching")
@@ -185,17 +190,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     changes = list(sensitivities(*nearby, arguments.modes))
     if arguments.report is not None:
         _draw(arguments.report, best, request)
+    of_best = hits.get((best.layout.prefill or best.layout.decode).name)
     if not arguments.json:
-        _print(arguments, request, found.answers, changes, text)
-    print(
-        json.dumps(
-            {
-                "best": best.as_json(),
-                "runners_up": [one.as_json() for one in found.answers[1:]],
-                "what_would_change_it": changes,
-            }
-        )
-    )
+        _print(arguments, request, found.answers, changes, text, of_best)
+    told = {
+        "best": best.as_json(),
+        "runners_up": [one.as_json() for one in found.answers[1:]],
+        "what_would_change_it": changes,
+    }
+    print(json.dumps(told if of_best is None else told | {"prefix_hits": tiers_as_json(of_best)}))
     return 0
 
 
@@ -212,8 +215,13 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
 
     Raises LoadTestError.
     """
+    return sample_of(plan_for(arguments, shape), Path(arguments.workload).stem)
+
+
+def plan_for(arguments: argparse.Namespace, shape: ModelConfig) -> Plan:
+    """Return the load test whose requests a plan looks at. Raises LoadTestError."""
     most = min(arguments.max_context or MOST_CONTEXT, shape.max_position)
-    plan = Plan(
+    return Plan(
         url="planned",
         model=arguments.model,
         max_context=most,
@@ -222,7 +230,6 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
         slo=SLO(),
         seconds=1e9,
     )
-    return sample_of(plan, Path(arguments.workload).stem)
 
 
 def _terms(arguments: argparse.Namespace) -> PlanConstraints:
@@ -262,20 +269,37 @@ def _quantizations(arguments: argparse.Namespace) -> list[Quantization]:
     return found
 
 
-def _kinds(arguments: argparse.Namespace, request: PlanRequest) -> list[WorkerProfile]:
+def _kinds(arguments: argparse.Namespace, request: PlanRequest) -> tuple[list[WorkerProfile], dict[str, PrefixHits]]:
+    """Return the workers, and by their names what those with tiers find there."""
     shape, workload, terms = request.shape, request.workload, request.terms
+    hits: dict[str, PrefixHits] = {}
+
+    def with_tiers(profile: WorkerProfile) -> WorkerProfile:
+        if request.tiers is not None:
+            profile, hits[profile.name] = request.tiers.apply(profile, workload.mean_prompt)
+        return profile
+
     if arguments.costs is not None:
-        return [_measured(arguments, workload, request.promise)]
+        return [_measured(arguments, request, with_tiers)], hits
     hardware, quantizations = list(request.hardware.values()), _quantizations(arguments)
-    check_floors(shape, hardware, quantizations, workload, request.promise, terms, arguments.repeated or 0.0)
-    profiles = [profile for one in hardware for profile in profiles_of(shape, one, quantizations, workload, terms)]
+    profiles = [
+        with_tiers(with_repeated(profile, arguments))
+        for one in hardware
+        for profile in profiles_of(shape, one, quantizations, workload, terms)
+    ]
+    computed = min((one.computed for one in hits.values()), default=1.0)
+    repeated = arguments.repeated or 0.0
+    check_floors(shape, hardware, quantizations, workload, request.promise, terms, repeated, computed)
     if not profiles:
         raise nowhere(shape, hardware, workload, terms)
-    return [with_repeated(one, arguments) for one in profiles]
+    return profiles, hits
 
 
-def _measured(arguments: argparse.Namespace, workload: Workload, promise: SLOTargets) -> WorkerProfile:
-    known = with_repeated(profile_of(arguments.costs), arguments)
+def _measured(
+    arguments: argparse.Namespace, request: PlanRequest, with_tiers: Callable[[WorkerProfile], WorkerProfile]
+) -> WorkerProfile:
+    workload, promise = request.workload, request.promise
+    known = with_tiers(with_repeated(profile_of(arguments.costs), arguments))
     prices = _prices(arguments.price)
     if workload.longest > known.kv_tokens:
         raise ConfigError(
@@ -299,12 +323,15 @@ def _print(
     answers: Sequence[PlannedLayout],
     changes: Sequence[str],
     text: str,
+    hits: PrefixHits | None,
 ) -> None:
     best, workload, promise = answers[0], request.workload, request.promise
     print(
         f"{workload.name}: prompts of {workload.mean_prompt:.0f} tokens, answers of {workload.mean_answer:.0f}, means; "
         f"longest request {workload.longest:,}"
     )
+    for line in () if hits is None else tier_lines(hits):
+        print(line)
     print(f"best: {best.line()}")
     if arguments.rate is not None and best.goodput < arguments.rate:
         print(f"      the {arguments.rate:g} requests a second that are asked are more than the budget serves in time")

@@ -45,10 +45,13 @@ from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.live_router import LiveRouter
 from twostroke.planning.coarse.workers import CoarseRequest
+from twostroke.planning.commands.options import TierHits, add_tiers, tier_lines, tiers_as_json
 from twostroke.planning.commands.plan import add_repeated, with_repeated
 from twostroke.planning.costs.profiles import PROFILES, profile_of
+from twostroke.planning.costs.tier_hits import PrefixHits
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
 from twostroke.planning.layouts import Layout, mode_of, router_settings
+from twostroke.planning.workload import sample_of
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import WorkerCrash
@@ -87,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workload = parser.add_argument_group("workload")
     add_workload(workload)
     add_repeated(workload, "; --against measures it")
+    add_tiers(workload)
     of_run = parser.add_argument_group("the run")
     of_run.add_argument("--requests", type=positive_count, metavar="N", help="end after so many")
     of_run.add_argument("--seconds", type=above_zero, metavar="S", help="of arrivals (default: 300, or as --requests)")
@@ -122,6 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     if arguments.rates and arguments.against is None:
         raise ConfigError("--rates: are of --against; give one --rate")
+    if arguments.against is not None and (arguments.tier or arguments.tier_hits):
+        raise ConfigError("--tier: a running server has tiers of its own; leave --against or --tier away")
     try:
         report = _run(arguments) if arguments.against is None else _against(arguments)
     except LoadTestError as error:
@@ -141,12 +147,17 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         profile = msgspec.structs.replace(profile, kv_tokens=arguments.kv_tokens)
     profile = with_repeated(profile, arguments)
     plan = _plan(arguments)
+    hits: PrefixHits | None = None
+    if (tiers := TierHits.of(arguments, plan)) is not None:
+        profile, hits = tiers.apply(profile, sample_of(plan, plan.name).mean_prompt)
     prefill, decode = _counts(arguments, config)
     layout = Layout(mode_of(prefill, config.router), profile, decode, profile if prefill else None, prefill)
     is_exact = _is_exact(arguments, config, plan, prefill + decode)
     if arguments.baselines:
         if profile.repeated:
             raise ConfigError("--repeated: the ways of --baselines draft no tokens; leave one of both away")
+        if hits is not None:
+            raise ConfigError("--tier: the ways of --baselines know no tiers; leave one of both away")
         return compare_baselines(
             list(_lengths(plan, arguments.requests)),
             profile,
@@ -182,7 +193,12 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     plan = msgspec.structs.replace(plan, seconds=min(plan.seconds, last_s + 1e-6))
     if arguments.report is not None:
         _report(arguments.report, plan, records)
-    return _told(plan, observed, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
+    told = _told(plan, observed, prefill + decode, is_exact=is_exact, quiet=arguments.json) | scaling
+    if hits is not None:
+        for line in () if arguments.json else tier_lines(hits):
+            print(line)
+        told["prefix_hits"] = tiers_as_json(hits)
+    return told
 
 
 def _against(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -247,7 +263,14 @@ def _counts(arguments: argparse.Namespace, config: ClusterConfig) -> tuple[int, 
 
 
 def _is_exact(arguments: argparse.Namespace, config: ClusterConfig, plan: Plan, workers: int) -> bool:
-    if isinstance(plan.arrivals, Closed) or isinstance(plan.workload, Chat):  # whose times answers decide
+    if arguments.tier or arguments.tier_hits:
+        if arguments.events == "exact" or arguments.faults is not None or _times_follow_answers(plan):
+            raise ConfigError(
+                "--tier: its shares are of --events coarse, which has no --faults, --arrivals closed and --workload "
+                "chat: leave one of both away"
+            )
+        return False
+    if _times_follow_answers(plan):
         if arguments.events == "coarse" or arguments.baselines or config.autoscaling.enabled:
             what = "--arrivals closed" if isinstance(plan.arrivals, Closed) else "--workload chat"
             raise ConfigError(
@@ -261,6 +284,10 @@ def _is_exact(arguments: argparse.Namespace, config: ClusterConfig, plan: Plan, 
     requests = arguments.requests or rate * plan.seconds
     is_small = workers <= EXACT_WORKERS and 0 < requests <= EXACT_REQUESTS and not config.autoscaling.enabled
     return is_small or arguments.faults is not None
+
+
+def _times_follow_answers(plan: Plan) -> bool:
+    return isinstance(plan.arrivals, Closed) or isinstance(plan.workload, Chat)
 
 
 def _slo(config: ClusterConfig, slo: SLO, *, is_asked: bool) -> SLOConfig:

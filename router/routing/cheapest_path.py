@@ -204,7 +204,7 @@ def prefill_cost(worker: KnownWorker, query: PathQuery, source: KnownWorker | No
         way_s = worker.tier_read_s + (in_tiers - cached_tokens) * worker.tier_token_s
         rest = query.num_tokens - in_tiers
         rest_s, rest_cost_s = _computing(worker, rest, in_tiers)
-        if in_tiers > cached_tokens and way_s + rest_cost_s < cost_s:
+        if way_s + rest_cost_s < cost_s:
             pull_s, tier_read_s = 0.0, way_s
             prefill_s, cost_s, new_tokens = rest_s, way_s + rest_cost_s, rest
     return PrefillCost(worker, queue_s + cost_s, queue_s, pull_s, prefill_s, new_tokens, tier_read_s)

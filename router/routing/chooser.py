@@ -250,7 +250,8 @@ class PathChooser:
                 tokens = [0] * len(tokens)
             for worker, cached_tokens in zip(self._view.workers, tokens, strict=True):
                 worker.cached_tokens = cached_tokens
-        if self._in_tiers is not None and (tiered := [one for one in self._view.workers if one.tier_token_s]):
+        if self._in_tiers is not None and self._view.has_tiers:
+            tiered = [one for one in self._view.workers if one.tier_token_s]
             tokens = self._in_tiers.cached_tokens([one.info for one in tiered], request, sent)
             if request.scoring is not None and request.scoring.needs_all:
                 tokens = [0] * len(tokens)

@@ -202,6 +202,8 @@ class FleetView:
         """Prefill workers first."""
         self.infos: list[WorkerInfo] = []
         """The infos of `workers`, in their order."""
+        self.has_tiers = False
+        """Some worker has told what reading its KV tiers takes."""
         self._followed: list[WorkerInfo] = []
         self._known: dict[Peer, KnownWorker] = {}
         self._changed: set[Peer] = set()
@@ -223,6 +225,7 @@ class FleetView:
         self.of_role = {role: [worker for worker in workers if worker.role == role] for role in ROLES}
         self.workers = [*self.of_role["prefill"], *self.of_role["decode"]]
         self.infos = [worker.info for worker in self.workers]
+        self.has_tiers = False  # until those that have some are updated
         self._known = {worker.info.peer: worker for worker in self.workers}
         self.in_flight.keep(self._known.keys())
         self.rates.keep(self._known.keys())
@@ -303,6 +306,8 @@ class FleetView:
             bytes_per_s=self.rates.of(peer),
             prompt_share=self.prompt_shares.of(peer),
         )
+        if worker.tier_token_s:
+            self.has_tiers = True
 
 
 def known_workers(infos: Sequence[WorkerInfo], stats: Mapping[Peer, WorkerStats] = NO_STATS) -> list[KnownWorker]:

@@ -15,8 +15,10 @@ import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +34,9 @@ from twostroke.benchmarks.faults.load import MODEL, ClientAnswer, SteadyLoad, an
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.protocol.errors import ConfigError
 
+TIERS: dict[str, Any] = {"host_bytes": "64MiB", "object_tokens": 64, "write_share": 1.0}
+DISK: dict[str, Any] = {"bytes": "40MiB"}
+"""A quota that the run's prompts exceed, so that objects are dropped all the time."""
 LEASE_S = 10.0  # the longest that blocks of a lost router are held (token_channel.lease_s)
 SHOWN_FINDINGS = 20
 PIPE_COLUMNS = 140
@@ -47,6 +52,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=60, help="different ones (%(default)s)")
     parser.add_argument("--model", choices=NAMES, default="bundled", help="what is served (%(default)s)")
     parser.add_argument("--transport", choices=("auto", "tcp", "shm", "torch_distributed"), default="auto")
+    parser.add_argument("--no-tiers", dest="tiers", action="store_false", help="without KV tiers on disks")
     parser.add_argument(
         "--slack", type=float, default=1.0, help="times may be so many times their bounds (%(default)s)"
     )
@@ -89,8 +95,13 @@ async def run(arguments: argparse.Namespace, model: str, keys_file: Path, consol
         },
         "kv_transfer": {"transport": arguments.transport},
     }
+    folders = [keys_file.parent / "disk", keys_file.parent / "shared"] if arguments.tiers else []
+    for folder in folders:
+        folder.mkdir()
+    if folders:  # all workers write into both
+        settings["kv_cache"] = {"tiers": TIERS | {"disk": DISK | {"path": str(folders[0])}, "shared": str(folders[1])}}
     console.print("Starting 2 prefill workers, 2 decode workers, 2 routers ...")
-    async with ServerUnderChaos(settings, keys_file, log) as server:
+    async with ServerUnderChaos(settings, keys_file, log, folders) as server:
         console.print(f"Up after {time.monotonic() - began:.1f} s. The same requests without faults first:")
         expected = await answers_of_all(server.target, requests, arguments.clients)
         if arguments.model in WITH_EXPERTS:
@@ -108,6 +119,8 @@ async def run(arguments: argparse.Namespace, model: str, keys_file: Path, consol
         await load.stop()
         never_ended = await stalled.never_ended()
         console.print(f"{len(chaos.faults)} faults have fired; {chaos.idle} found nothing to harm.")
+        if folders:
+            console.print(await tiers_told(server))
         if arguments.keep is not None:
             keep(arguments.keep, began, [*expected.values(), *load.answers], chaos.faults)
         return judge(
@@ -120,6 +133,17 @@ async def run(arguments: argparse.Namespace, model: str, keys_file: Path, consol
             never_ended=never_ended,
             slack=arguments.slack,
         )
+
+
+async def tiers_told(server: ServerUnderChaos) -> str:
+    """Return the numbers of the tiers of all workers that are there, since their start."""
+    status = await server.status()
+    found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for worker in status["workers"] if status is not None else ():
+        for tier in worker["stats"].get("tiers") or ():
+            for name in ("hit_tokens", "written_objects", "evicted", "quarantined", "errors", "late", "dropped"):
+                found[tier["name"]][name] += tier.get(name, 0)
+    return f"Tiers: {json.dumps(found)}"
 
 
 async def leaked_blocks(server: ServerUnderChaos) -> int:

@@ -9,6 +9,7 @@ every worker in use.
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -257,6 +258,38 @@ class Injector:
         end = time.monotonic()
         return Injected("kill router", "load", begin, end, f"pid {victim} gone") if gone else None
 
+    async def harm_tier(self, what: str) -> Injected | None:
+        """Change an object of a tier as a bad disk does, or another program. Proof: the file is another one."""
+        begin = time.monotonic()
+        found = [path for folder in self._server.tier_folders for path in folder.rglob("objects/*/*/*/*.kv")]
+        if not found:
+            return None
+        path, other = self._draw.choice(found), self._draw.choice(found)
+        try:
+            before = await asyncio.to_thread(path.read_bytes)
+            match what:
+                case "flip":
+                    place = self._draw.randrange(len(before))
+                    after = before[:place] + bytes([before[place] ^ 1 << self._draw.randrange(8)]) + before[place + 1 :]
+                case "truncate":
+                    after = before[: self._draw.randrange(len(before))]
+                case "swap":
+                    after = await asyncio.to_thread(other.read_bytes)
+                case _:
+                    after = b""
+            if what == "delete":
+                path.unlink()
+            elif after == before:
+                return None
+            else:  # in place, as a disk does
+                with path.open("r+b") as file:
+                    file.write(after)
+                    file.truncate(len(after))
+        except FileNotFoundError:  # a worker has just dropped it
+            return None
+        proof = f"{path.name[:8]} of {len(before)} bytes"
+        return Injected(f"{what} tier object", "network", begin, time.monotonic(), proof)
+
     def _victim(self, role: str) -> Worker:
         return self._draw.choice(self._server.control.of_role(role))
 
@@ -391,6 +424,7 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
         (2, injector.read_nothing),
         (2, injector.revoke_key),
         (1, injector.kill_router),
+        *((2, functools.partial(injector.harm_tier, what)) for what in ("flip", "truncate", "swap", "delete")),
     ]
 
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -71,12 +71,14 @@ class ServerOrder(msgspec.Struct, frozen=True):
 class ServerUnderChaos:
     """A context manager: inside it the whole fleet is up at `target`. All processes below this one are the server's.
 
-    `keys_file` is where the server's API keys are to lie; the one of `target` is made here.
+    `keys_file` is where the server's API keys are to lie; the one of `target` is made here. `tier_folders` are those
+    of the settings' KV tiers.
     """
 
-    def __init__(self, settings: dict[str, Any], keys_file: Path, log: Path):
+    def __init__(self, settings: dict[str, Any], keys_file: Path, log: Path, tier_folders: Sequence[Path] = ()):
         (self.port,) = free_ports(1)
         self.keys_file = keys_file
+        self.tier_folders = tier_folders
         self.target = ServerAddress(f"http://127.0.0.1:{self.port}", new_api_key(keys_file, "load", "--admin"))
         self.control = Control()
         self._settings = {**settings, "auth": {"keys_file": str(keys_file)}}

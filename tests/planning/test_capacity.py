@@ -14,7 +14,7 @@ from twostroke.model import machine_limits
 from twostroke.model.costs.sizes import num_parameters
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.model.published.models import published_model
-from twostroke.planning.commands.capacity import amount
+from twostroke.planning.commands.options import amount
 from twostroke.planning.costs.capacity import continuous_gain, model_of_numbers, shown
 
 NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--dtype", "fp16")

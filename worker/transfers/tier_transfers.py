@@ -14,7 +14,7 @@ from twostroke.kvtiers.kv_tiers import KVTiers, ObjectRun, TieredWorker
 from twostroke.kvtransfer.ranks import SendingSide
 from twostroke.protocol.blocks import BlockHash
 from twostroke.protocol.errors import TransferFailed
-from twostroke.protocol.kv_layout import NO_BLOCK
+from twostroke.protocol.kv_layout import NO_BLOCK, TYPICAL_TOKENS
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool
@@ -80,8 +80,10 @@ class TierTransfers:
 
     def request_ended(self, job: WorkerJob) -> None:
         """Count the use of a sequence's objects, and send the tiers what is to be written. Never waits."""
-        hashes = job.sequence.block_hashes
-        for run in self.tiers.request_ended(hashes, job.request.client, keeps=job.request.keep_s > 0):
+        hashes, costs = job.sequence.block_hashes, self.costs()
+        token_s = 0.0 if costs is None else costs.prompt_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
+        keeps = job.request.keep_s > 0
+        for run in self.tiers.request_ended(hashes, job.request.client, keeps=keeps, token_s=token_s):
             if len(self._runs) >= MOST_RUNS:
                 self.tiers.drop(run)
             else:

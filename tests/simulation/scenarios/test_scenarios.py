@@ -10,6 +10,7 @@ import pytest
 from tests.simulation.replay import run_seeds, starts, trace_elsewhere, trace_of
 from tests.simulation.scenarios.run import MAKERS, Report, run_scenario, run_seed
 from tests.simulation.scenarios.scenario import FAULTS, make_scenario
+from tests.simulation.scenarios.tiered import STORAGE_FAULTS
 
 
 @pytest.mark.parametrize("first", starts(1000, 100, at_once=100))
@@ -56,6 +57,23 @@ def test_streams_move_right_although_workers_routers_networks_and_calls_fail(fir
     report = run_seeds(partial(run_seed, with_faults=True, kind="moves"), range(first, first + 50), Report())
     assert report.moved > 20
     assert report.fired.total() > 30
+
+
+@pytest.mark.parametrize("first", starts(1000, 50, at_once=50))
+def test_prompts_come_from_tiers_after_restarts_and_every_client_gets_its_tokens(first: int):
+    report = run_seeds(partial(run_seed, kind="tiers"), range(first, first + 50), Report())
+    assert report.tier_objects > 500
+    assert report.tier_hit_tokens > 100
+    assert report.tier_quarantined == report.tier_errors == 0
+
+
+@pytest.mark.parametrize("first", starts(4000, 50, at_once=50))
+def test_requests_end_right_although_storage_fails(first: int):
+    report = run_seeds(partial(run_seed, with_faults=True, kind="tiers"), range(first, first + 50), Report())
+    assert {kind for kind, times in report.fired.items() if times} >= set(STORAGE_FAULTS), "a fault never struck"
+    assert report.tier_hit_tokens > 50
+    assert report.tier_quarantined > 0
+    assert report.tier_errors > 0
 
 
 def test_some_requests_lose_their_router():
