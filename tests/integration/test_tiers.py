@@ -162,12 +162,15 @@ def test_prompts_of_four_caches_are_found_on_a_disk_of_a_small_quota(folder: Pat
     prompts = [draw.choice(different) for _ in range(40)]
 
     async def ask(served: Served) -> list[list[int]]:
-        return [await served.generate(prompt, 2, GREEDY) for prompt in prompts]
+        answers = []
+        for prompt in prompts:
+            answers.append(await served.generate(prompt, 2, GREEDY))
+            await written(served)
+        return answers
 
     async def run() -> TierStats:
         async with serve(folder, replace(PLENTY, num_blocks=48, tiers=tiers)) as served:
             assert await ask(served) == expected
-            await written(served)
             return served.fleet.stats("decode").tiers[1]
 
     expected = of_one_worker(folder, ask, PLENTY)
