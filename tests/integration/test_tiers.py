@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
-from twostroke.kvtiers import kv_tiers
+from twostroke.kvtiers import config, kv_tiers
 from twostroke.kvtiers.config import DiskTierConfig, SharedTierConfig, TiersConfig
 from twostroke.protocol.stats import TierStats
 from twostroke.worker.transfers.tier_transfers import TierTransfers
@@ -156,7 +156,10 @@ async def test_an_object_that_is_harmed_is_computed(harm: str, folder: Path, tmp
     assert stats.aborted_requests == 0
 
 
-def test_prompts_of_four_caches_are_found_on_a_disk_of_a_small_quota(folder: Path, tmp_path: Path) -> None:
+def test_prompts_of_four_caches_are_found_on_a_disk_of_a_small_quota(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "PASSING_BYTES", 2**18)
     draw = random.Random(5)
     different = random_prompts(96, 5, (250,) * 12)
     prompts = [draw.choice(different) for _ in range(40)]

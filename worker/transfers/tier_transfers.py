@@ -120,7 +120,8 @@ class TierTransfers:
                 return
             count, size = self.pool.groups.count, self.pool.block_size
             end = run.end_row * size
-            rows = [held[0] if block_id == NO_BLOCK else block_id for block_id in table]
+            sent = table[: (run.end_row - run.first_row) * count]
+            rows = [held[0] if block_id == NO_BLOCK else block_id for block_id in sent]
             transfer = self.sender.begin_transfer(ticket, end, [NO_BLOCK] * (run.first_row * count) + rows, end)
             transfer.commit(None)
             await transfer.done()
