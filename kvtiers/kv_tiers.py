@@ -497,6 +497,7 @@ class KVTiers:
     def begin_write(self, run: ObjectRun, lacking_groups: frozenset[int]) -> Ticket | None:
         """Expect a run's KV from the worker; never waits. Return the transfer's ticket, None where there is no room.
 
+        Where there is room for the first objects alone, the run is cut to these.
         `lacking_groups` are groups whose rows the worker has no more: what it sends for them means nothing.
         """
         if self._worker is None or self._is_closing or len(self._writes) + len(run.refs) > MOST_WRITES:
@@ -508,10 +509,11 @@ class KVTiers:
                 break
             one.pins = 1
             objects.append(one)
-        if len(objects) < len(run.refs):
-            for one in objects:
-                self.host.free(one)
+        if not objects:
             return None
+        if rest := run.refs[len(objects) :]:
+            self.drop(ObjectRun(rest))
+            run.refs = run.refs[: len(objects)]
         end, first = run.end_row * self._block_size, run.first_row * self._block_size
         self._under_way.update(ref.name for ref in run.refs)
         ticket = mint_ticket(
@@ -540,7 +542,8 @@ class KVTiers:
                 raise
             self.drop(run)
             return
-        for ref, one in zip(run.refs, objects, strict=True):
+        # What is written first is dropped first, and an end without its beginning is of no use.
+        for ref, one in reversed(list(zip(run.refs, objects, strict=True))):
             for group in lacking_groups:
                 self.host.give_back(one, group)
             kept = self.host.add(one)

@@ -1,6 +1,9 @@
 """KV that outlives its worker: prompts whose KV comes from storage give the tokens of a worker that computes them."""
 
 import asyncio
+import math
+import os
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,10 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
-from twostroke.kvtiers import kv_tiers
-from twostroke.kvtiers.config import DiskTierConfig, TiersConfig
+from twostroke.kvtiers import config, kv_tiers
+from twostroke.kvtiers.config import DiskTierConfig, SharedTierConfig, TiersConfig
+from twostroke.protocol.stats import TierStats
+from twostroke.worker.transfers.tier_transfers import TierTransfers
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(96, 1, (40, 64, 65, 128, 200, 300))
@@ -64,6 +69,7 @@ def hit_tokens(served: Served, tier: str) -> int:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reads take their time: the machine may be busy, and computing such small prompts is quick."""
     monkeypatch.setattr(kv_tiers, "LEAST_WAIT_S", 30.0)
+    monkeypatch.setattr(TierTransfers, "computing_s", lambda *_: math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +101,86 @@ async def test_every_kind_of_layers_is_found_again(family: str, write_checkpoint
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_restarted_worker_reads_its_disk(way: str, folder: Path, tmp_path: Path) -> None:
     assert await check_restart(folder, tmp_path, *WAYS[way]) == FOUND
+
+
+async def test_a_worker_finds_what_another_wrote_into_a_shared_directory(folder: Path, tmp_path: Path) -> None:
+    expected = await asyncio.to_thread(of_one_worker, folder, answers, PLENTY)
+    shared = TiersConfig(
+        shared=SharedTierConfig(path=str(tmp_path)), object_tokens=OBJECT_TOKENS, host_bytes=2**22, write_share=1.0
+    )
+    async with serve(folder, replace(PLENTY, tiers=shared)) as served:
+        for _ in range(2):
+            assert await answers(served) == expected
+        await written(served)
+        async with serve(folder, replace(PLENTY, tiers=shared)) as other:
+            assert await answers(other) == expected
+            assert hit_tokens(other, "shared") == FOUND
+            await written(other)
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "swap", "delete", "another key"])
+async def test_an_object_that_is_harmed_is_computed(harm: str, folder: Path, tmp_path: Path) -> None:
+    expected = await asyncio.to_thread(of_one_worker, folder, answers, PLENTY)
+    keys = [tmp_path / "key", tmp_path / "another"]
+    for key in keys:
+        key.write_bytes(os.urandom(32))
+        key.chmod(0o600)
+    disk = tmp_path / "disk"
+    tiers = on_disk(disk, key_file=str(keys[0]))
+    async with serve(folder, replace(PLENTY, tiers=tiers)) as served:
+        for _ in range(2):
+            assert await answers(served) == expected
+        await written(served)
+    paths = sorted(disk.rglob("*.kv"))
+    assert len(paths) > 10
+    contents = [path.read_bytes() for path in paths]
+    for number, path in enumerate(paths):
+        data = contents[number]
+        match harm:
+            case "flip":
+                place = (number + 1) * len(data) // (len(paths) + 1)
+                path.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+            case "truncate":
+                path.write_bytes(data[: len(data) * number // len(paths)])
+            case "swap":
+                path.write_bytes(contents[number - 1])
+            case "delete":
+                path.unlink()
+    if harm == "another key":
+        tiers = on_disk(disk, key_file=str(keys[1]))
+    async with serve(folder, replace(PLENTY, tiers=tiers)) as served:
+        assert await answers(served) == expected
+        await written(served)
+        stats = served.fleet.stats("decode")
+    assert sum(tier.hit_tokens for tier in stats.tiers) == 0
+    assert stats.aborted_requests == 0
+
+
+def test_prompts_of_four_caches_are_found_on_a_disk_of_a_small_quota(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "PASSING_BYTES", 2**18)
+    draw = random.Random(5)
+    different = random_prompts(96, 5, (250,) * 12)
+    prompts = [draw.choice(different) for _ in range(40)]
+
+    async def ask(served: Served) -> list[list[int]]:
+        answers = []
+        for prompt in prompts:
+            answers.append(await served.generate(prompt, 2, GREEDY))
+            await written(served)
+        return answers
+
+    async def run() -> TierStats:
+        async with serve(folder, replace(PLENTY, num_blocks=48, tiers=tiers)) as served:
+            assert await ask(served) == expected
+            return served.fleet.stats("decode").tiers[1]
+
+    expected = of_one_worker(folder, ask, PLENTY)
+    disk = DiskTierConfig(path=str(tmp_path), bytes=2**20)  # half of the prompts, of which memory holds one
+    tiers = on_disk(tmp_path).model_copy(update={"disk": disk, "host_bytes": 2**18})
+    found = asyncio.run(run())
+    assert 0 < found.num_bytes <= found.max_bytes
+    assert found.hit_tokens > 0
+    assert found.evicted > 0
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= found.max_bytes

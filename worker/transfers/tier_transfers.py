@@ -61,22 +61,25 @@ class TierTransfers:
         num_cached = len(sequence.token_ids) - job.num_uncached
         if job.wants_transfer or len(hashes) * sequence.block_size < num_cached + self.config.min_pull_tokens:
             return
-        costs, promise = self.costs(), job.request.promise
+        left_s = job.request.promise.ttft_left_s
         read = self.tiers.begin_read(
             job.request.request_id,
             hashes,
             job.request.client,
             num_cached=num_cached,
-            spared_s=lambda end: (
-                math.inf
-                if costs is None
-                else costs.prefill_s(end - num_cached, num_cached, self.config.max_step_tokens)
-            ),
-            most_wait_s=math.inf if promise.ttft_left_s is None else max(0.0, promise.ttft_left_s),
+            spared_s=lambda end: self.computing_s(num_cached, end),
+            most_wait_s=math.inf if left_s is None else max(0.0, left_s),
         )
         if read is not None:
             job.awaits_offer = job.reads_tiers = True
             self.pulls.await_offer(job, read.ticket, read.wait_s + OFFER_S)
+
+    def computing_s(self, num_before: int, end: int) -> float:
+        """Return the seconds that computing the tokens from `num_before` up to `end` takes; infinite where unknown."""
+        costs = self.costs()
+        if costs is None:
+            return math.inf
+        return costs.prefill_s(end - num_before, num_before, self.config.max_step_tokens)
 
     def request_ended(self, job: WorkerJob) -> None:
         """Count the use of a sequence's objects, and send the tiers what is to be written. Never waits."""
@@ -117,7 +120,8 @@ class TierTransfers:
                 return
             count, size = self.pool.groups.count, self.pool.block_size
             end = run.end_row * size
-            rows = [held[0] if block_id == NO_BLOCK else block_id for block_id in table]
+            sent = table[: (run.end_row - run.first_row) * count]
+            rows = [held[0] if block_id == NO_BLOCK else block_id for block_id in sent]
             transfer = self.sender.begin_transfer(ticket, end, [NO_BLOCK] * (run.first_row * count) + rows, end)
             transfer.commit(None)
             await transfer.done()
