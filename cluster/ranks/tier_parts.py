@@ -105,8 +105,6 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
         return StorageTier(name, blobs, layout, reads, writes, time.monotonic, cipher, **more)
 
     tiers: list[StorageTier] = []
-    for path in filter(None, (config.disk.path, config.shared.path)):
-        Path(path).mkdir(mode=0o700, exist_ok=True)  # its parent was checked
     if config.disk.path is not None:
         evicted: deque[str] = deque()
         disk = QuotaBlobs(_files("disk.path", config.disk.path), config.disk.bytes, on_evicted=evicted.append)
