@@ -72,15 +72,15 @@ _COMMANDS = {
         "what running streams feel of a long prompt on the same worker",
     ),
     "bench roles": (
-        "benchmarks.roles",
+        "benchmarks.turns.roles",
         "workers that take each other's work, beside the same cores aggregated and divided",
     ),
     "bench speculation": (
-        "benchmarks.speculation",
+        "benchmarks.turns.speculation",
         "tokens per second with drafts and without, on work that repeats itself and on work that does not",
     ),
     "bench tiers": (
-        "benchmarks.tiers",
+        "benchmarks.turns.tiers",
         "prompts whose KV comes from a disk, beside computing them",
     ),
     "bench autoscaling": (

@@ -115,12 +115,12 @@ class KVTiers:
     read_wait_s: float = 10.0
     _uses: UseCounts = field(default_factory=UseCounts, init=False)
     _loading: dict[tuple[bytes, bool], asyncio.Task[HostObject | None]] = field(default_factory=dict, init=False)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _tasks: dict[asyncio.Task[None], None] = field(default_factory=dict, init=False)  # in order: simulations replay
     _writes: deque[_Write] = field(default_factory=deque, init=False)
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
     _under_way: set[bytes] = field(default_factory=set, init=False)  # names of objects that are being written
     _worker: TieredWorker | None = field(default=None, init=False)
-    _scans: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _scans: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _is_closing: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -142,14 +142,14 @@ class KVTiers:
         """
         self._worker = worker
         self._addresses = await self.receiver.start(host)
-        scanned: set[asyncio.Task[bool]] = set()
+        scanned: list[asyncio.Task[bool]] = []
         for tier in self.storage:
             if tier.index is not None:
                 first = asyncio.Event()
-                scanned.add(asyncio.create_task(first.wait()))
-                self._scans.add(asyncio.create_task(self._scan(tier, first), name=f"scan of the {tier.name} tier"))
+                scanned.append(asyncio.create_task(first.wait()))
+                self._scans.append(asyncio.create_task(self._scan(tier, first), name=f"scan of the {tier.name} tier"))
             else:
-                self._scans.add(asyncio.create_task(tier.look(), name=f"first look at the {tier.name} tier"))
+                self._scans.append(asyncio.create_task(tier.look(), name=f"first look at the {tier.name} tier"))
         if scanned:  # the first prompts after a restart need it most
             await asyncio.wait(scanned, timeout=FIRST_SCAN_S)
             for waiter in scanned:
@@ -279,7 +279,7 @@ class KVTiers:
     def _predicted_s(self, found: Sequence[tuple[ObjectRef, StorageTier | None]], num_cached: int) -> float:
         """Return what reading these objects, and moving them to the worker, will take."""
         tokens = self.object_rows * self._block_size
-        tiers = {tier for _, tier in found if tier is not None}
+        tiers = dict.fromkeys(tier for _, tier in found if tier is not None)
         reading_s = sum(tier.read_s for tier in tiers)
         reading_s += sum(tokens * tier.read_token_s for _, tier in found if tier is not None)
         return reading_s + (found[-1][0].end_row * self._block_size - num_cached) * self._link_token_s
@@ -319,7 +319,7 @@ class KVTiers:
                     one.pins += 1
                     objects.append(one)
         except TimeoutError:
-            for tier in {tier for _, tier in read.refs if tier is not None}:
+            for tier in dict.fromkeys(tier for _, tier in read.refs if tier is not None):
                 tier.count("late")
 
     async def _load_windows(self, read: TierRead, objects: list[HostObject], deadline: float) -> None:
@@ -573,8 +573,8 @@ class KVTiers:
 
     def _track(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
 
 async def _ended(transfer: OutgoingTransfer) -> None:

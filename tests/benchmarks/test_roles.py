@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from twostroke.benchmarks import roles
-from twostroke.benchmarks.roles import AGGREGATED, FLEXIBLE, SERVERS, SPLIT, Turn, judged, ratio, settings_of, summarise
-from twostroke.benchmarks.worker_orders import longest_gap_s
+from twostroke.benchmarks.turns.roles import (
+    AGGREGATED,
+    FLEXIBLE,
+    SERVERS,
+    SPLIT,
+    Turn,
+    judged,
+    ratio,
+    settings_of,
+    summarise,
+)
+from twostroke.benchmarks.turns.worker_orders import longest_gap_s
 from twostroke.cluster.config.config import ClusterConfig
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.generator.alone import Sent

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from twostroke.benchmarks import speculation
-from twostroke.benchmarks.speculation import LOADS, OFF, ON, body_of, edit_prompt
+from twostroke.benchmarks.turns.speculation import LOADS, OFF, ON, body_of, edit_prompt
 
 
 @pytest.mark.parametrize("kind", ["edit", "plain", "schema", "schemas", "mixed"])

@@ -35,7 +35,7 @@ from twostroke.benchmarks.console import conclude, positive, say
 from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.peers.command import write_model
 from twostroke.benchmarks.peers.compare_servers import SETTLE_S, Figures, fault_of, figures_of
-from twostroke.benchmarks.worker_orders import measure_orders
+from twostroke.benchmarks.turns.worker_orders import measure_orders
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.processes import leaving_no_process
 from twostroke.cluster.local.server_process import ServerProcess, config_file, twostroke_server
