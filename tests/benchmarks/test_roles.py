@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.benchmarks import roles
+from twostroke.benchmarks.turns import roles
 from twostroke.benchmarks.turns.roles import (
     AGGREGATED,
     FLEXIBLE,

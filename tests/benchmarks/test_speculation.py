@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.benchmarks import speculation
+from twostroke.benchmarks.turns import speculation
 from twostroke.benchmarks.turns.speculation import LOADS, OFF, ON, body_of, edit_prompt
 
 
