@@ -12,6 +12,7 @@ import numpy as np
 
 from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.model.step import BlockCopy
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, first_seen, group_table
 from twostroke.worker.scheduling.block_pool import BlockPool
 
@@ -230,8 +231,8 @@ class FakeSwapSpace:
 class SpoilingPool(BlockPool):
     """A pool that tells its store whose blocks are whose."""
 
-    def __init__(self, store: FakeStore):
-        super().__init__(store.num_blocks, store.layout.block_size, store.layout.groups)
+    def __init__(self, store: FakeStore, clock: Clock):
+        super().__init__(store.num_blocks, store.layout.block_size, store.layout.groups, clock)
         self._store = store
         store.is_owned = lambda block_id: self.references(block_id) > 0
 

@@ -68,7 +68,7 @@ def parts_around(
     receiver = KVReceiver(
         peer=peer, store=store, network=network, transports=transports, config=config, clock=clock, secret=secret
     )
-    return Parts(store, SpoilingPool(store), network, transports, sender, receiver)
+    return Parts(store, SpoilingPool(store, clock), network, transports, sender, receiver)
 
 
 @dataclass(frozen=True, slots=True)

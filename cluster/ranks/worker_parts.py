@@ -100,7 +100,9 @@ async def load_parts(
             peer=peer,
             engine=engine,
             store=rank.store,
-            pool=BlockPool(rank.loaded.num_blocks, rank.store.layout.block_size, rank.store.layout.groups),
+            pool=BlockPool(
+                rank.loaded.num_blocks, rank.store.layout.block_size, rank.store.layout.groups, time.monotonic
+            ),
             network=network,
             sender=sender,
             receiver=receiver,

@@ -4,7 +4,8 @@ A block is in one of three states, and every operation is O(1) per block:
 
     free      no reference, no name: its contents have no meaning
     owned     one reference for each holder; it has a name once it is full and published
-    cached    no reference, but a name: `match` can revive it, `allocate` may evict it
+    cached    no reference, but a name: `match` can revive it, `allocate` may evict it, later where a client wants it
+              kept (retention.py)
 
 The end of a prompt within a block may have a name of its own, a tail. A request with the same prompt copies the block,
 and computes only its last token: so choices of one request share their prompt up to where they diverge.
@@ -15,12 +16,18 @@ it, or the blocks of its window. A name is a hash and a group. Tables are lists 
 Nothing here does I/O, knows tensors or takes locks: a pool belongs to one event loop.
 """
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, STATE_WINDOW, KVGroups
+from twostroke.worker.scheduling.retention import Retention
+
+_LONG_AGO = -math.inf
 
 
 class OutOfBlocks(TwostrokeError):
@@ -38,8 +45,8 @@ class BlockPool:
     several sequences share counts once for each of them: each will need another in its place.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, groups: KVGroups = ONE_GROUP):
-        """`block_size` is in tokens. Raises ValueError unless both are positive."""
+    def __init__(self, num_blocks: int, block_size: int, groups: KVGroups = ONE_GROUP, clock: Clock = time.monotonic):
+        """`block_size` is in tokens; `clock` times retention. Raises ValueError unless both are positive."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs blocks and tokens in them, not {num_blocks} blocks of {block_size}")
         self.num_blocks = num_blocks
@@ -47,7 +54,10 @@ class BlockPool:
         self.groups = groups
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is warm
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the first is evicted next
+        self._cached: OrderedDict[int, float] = OrderedDict()  # when each was released, the first one first
+        self._retention = Retention(num_blocks)
+        self._kept, self._wishes = self._retention.kept, self._retention.wishes
+        self._clock = clock
         self._names: list[BlockHash | None] = [None] * num_blocks
         self._groups = [0] * num_blocks  # of those that have names
         self._by_name: list[dict[BlockHash, int]] = [{} for _ in groups.windows]
@@ -62,12 +72,12 @@ class BlockPool:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be allocated now, cached ones included; negative where more of windows are shared."""
-        return len(self._free) + len(self._cached) - self._num_shared
+        return len(self._free) + len(self._cached) + len(self._kept) - self._num_shared
 
     @property
     def owned_blocks(self) -> int:
         """Blocks with references: 0 on an idle worker."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self.num_blocks - len(self._free) - len(self._cached) - len(self._kept)
 
     def references(self, block_id: int) -> int:
         """Return the number of a block's references."""
@@ -121,13 +131,15 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each; evict the least recently released cached blocks if needed.
 
-        Raises OutOfBlocks, with nothing changed, where fewer are free.
+        Blocks that clients want kept are evicted after all others. Raises OutOfBlocks, with nothing changed, where
+        fewer are free.
         """
         if count > self.free_blocks:
             raise OutOfBlocks(f"{count} blocks wanted, {self.free_blocks} of {self.num_blocks} free")
-        allocated = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        free, references = self._free, self._references
+        allocated = [free.pop() if free else self._evict() for _ in range(count)]
         for block_id in allocated:
-            self._references[block_id] = 1
+            references[block_id] = 1
         return allocated
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -140,18 +152,32 @@ class BlockPool:
         """
         block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
         self._require_owned(block_ids)
+        references, names, cached, wishes = self._references, self._names, self._cached, self._wishes
+        # Without a wish nothing is kept now, and what is kept later is released later than all these.
+        now = self._clock() if wishes else _LONG_AGO
         for block_id in reversed(block_ids):
-            self._references[block_id] -= 1
-            if self._references[block_id] > 0:
+            references[block_id] -= 1
+            if references[block_id] > 0:
                 self._num_shared -= self._is_of_window(block_id)
                 continue
-            if self._names[block_id] is not None:
-                self._cached[block_id] = None
+            if names[block_id] is not None:
+                cached[block_id] = now
             elif block_id in self._tails:
-                self._cached[block_id] = None
-                self._cached.move_to_end(block_id, last=False)
+                cached[block_id] = _LONG_AGO
+                cached.move_to_end(block_id, last=False)
             else:
                 self._free.append(block_id)
+        if wishes:
+            self._keep(block_ids, now)
+
+    def retain(self, block_ids: Iterable[int], client: bytes, keep_s: float) -> None:
+        """Have owned blocks kept for `keep_s` seconds after their release, as retention.py says.
+
+        Raises ValueError, with nothing changed, like `release`.
+        """
+        block_ids = [block_id for block_id in block_ids if block_id != NO_BLOCK]
+        self._require_owned(block_ids)
+        self._retention.wish(block_ids, client, keep_s)
 
     def publish(self, block_id: int, name: BlockHash, group: int = 0) -> None:
         """Name a full, owned block. A name that another block has stays there: the caller's block remains unnamed.
@@ -184,7 +210,8 @@ class BlockPool:
         """Return the block that begins with these tokens, with one more reference; None: there is none."""
         block_id = self._by_tail.get(name)
         if block_id is not None:
-            self._cached.pop(block_id, None)
+            if self._references[block_id] == 0:
+                self._revive(block_id)
             self._references[block_id] += 1
         return block_id
 
@@ -210,7 +237,7 @@ class BlockPool:
         """Recount everything. Raises BlockPoolCorrupted where the books are off. O(num_blocks): for idle workers."""
         if min(self._references) < 0:
             raise BlockPoolCorrupted(f"block {self._references.index(min(self._references))} has negative references")
-        unowned = sorted([*self._free, *self._cached])
+        unowned = sorted([*self._free, *self._cached, *self._kept])
         if unowned != [block_id for block_id, count in enumerate(self._references) if count == 0]:
             raise BlockPoolCorrupted("the unowned blocks are not those on the free and cached lists, once each")
         names: list[dict[BlockHash, int]] = [{} for _ in self._by_name]
@@ -230,19 +257,47 @@ class BlockPool:
             raise BlockPoolCorrupted("a free block has a name")
         if any(self._names[block_id] is None and block_id not in self._tails for block_id in self._cached):
             raise BlockPoolCorrupted("a cached block has no name")
+        if not self._retention.is_sound():
+            raise BlockPoolCorrupted("the blocks that are kept are not those that clients wish, within their shares")
+        if any(self._names[block_id] is None for block_id in self._kept):
+            raise BlockPoolCorrupted("a block that is kept has no name")
+        if any(self._references[block_id] == 0 and block_id not in self._kept for block_id in self._wishes):
+            raise BlockPoolCorrupted("a wish stands on a block that is neither owned nor kept")
 
     def _refer(self, block_id: int) -> None:
         """Add a reference to a named block. NO_BLOCK is skipped."""
         if block_id == NO_BLOCK:
             return
         if self._references[block_id] == 0:
-            del self._cached[block_id]
+            if self._kept:
+                self._revive(block_id)
+            else:
+                del self._cached[block_id]
         else:
             self._num_shared += self._is_of_window(block_id)
         self._references[block_id] += 1
 
+    def _keep(self, released: Sequence[int], now: float) -> None:
+        """Keep the released blocks that clients wish; those in whose place they are kept count as released now."""
+        for block_id in reversed(released):
+            if block_id not in self._wishes or self._references[block_id] > 0:
+                continue
+            if self._names[block_id] is None:  # another block has the name
+                del self._wishes[block_id]
+                continue
+            del self._cached[block_id]
+            displaced = self._retention.keep(block_id, now)
+            if displaced is not None:
+                self._cached[displaced] = now
+
+    def _revive(self, block_id: int) -> None:
+        """Take a cached block that gets a reference off the order of eviction."""
+        if self._cached.pop(block_id, None) is None:
+            self._retention.revive(block_id, self._clock())
+
     def _evict(self) -> int:
-        block_id, _ = self._cached.popitem(last=False)
+        kept = self._next_kept() if self._kept else None
+        block_id = self._cached.popitem(last=False)[0] if kept is None else kept
         tail, name = self._tails.pop(block_id, None), self._names[block_id]
         if tail is not None:
             del self._by_tail[tail]
@@ -255,6 +310,14 @@ class BlockPool:
         self._names[block_id] = None
         if self._changes is not None and group == self._told:
             self._changes.evicted(name)
+        return block_id
+
+    def _next_kept(self) -> int | None:
+        """Return the kept block that is evicted next, which is kept no more; None: the first ordinary one is."""
+        oldest = self._cached[next(iter(self._cached))] if self._cached else None
+        block_id = self._retention.next_to_evict(self._clock(), oldest)
+        if block_id is not None:
+            self._retention.drop(block_id)
         return block_id
 
     def _find(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -300,8 +363,9 @@ class BlockPool:
         return self.groups.windows[self._groups[block_id]] != 0
 
     def _require_owned(self, block_ids: Sequence[int]) -> None:
+        references, num_blocks = self._references, self.num_blocks
         for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks or self._references[block_id] == 0:
+            if not 0 <= block_id < num_blocks or references[block_id] == 0:
                 raise ValueError(f"block {block_id} has no owner")
         if len(set(block_ids)) != len(block_ids):
             raise ValueError("a block is listed twice")

@@ -52,6 +52,7 @@ class SequenceState:
         self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
         self._num_published = 0  # the first rows of the table: matched, published, or found to be named elsewhere
         self._has_tail = False  # it is published, or was taken from another
+        self._is_retained = request.keep_s <= 0  # the prompt's blocks are told to be kept, or need not be
         self._copied_from: int | None = None  # a block with a reference of this sequence's, until it is copied
 
     @property
@@ -215,6 +216,7 @@ class SequenceState:
         # A new list, since a step's record may still hold the old one.
         self._end_copy(pool)
         self._has_tail = False
+        self._is_retained = self.request.keep_s <= 0
         released, self.block_ids = self.block_ids, []
         self.num_computed = 0
         self._num_published = 0
@@ -314,6 +316,19 @@ class SequenceState:
                 if block_id != NO_BLOCK:
                     pool.publish(block_id, hashes[row], group)
             self._num_published = row + 1
+        if not self._is_retained and self.num_computed >= self.request.num_prompt_tokens:
+            self._retain_prompt(pool)
+
+    def _retain_prompt(self, pool: BlockPool) -> None:
+        """Have the prompt's full blocks kept, as its client wishes; of windows what a prompt behind it attends to."""
+        self._is_retained = True
+        size, count = self.block_size, self.groups.count
+        rows = self.request.num_prompt_tokens // size
+        matchable = (self.request.num_prompt_tokens - 1) // size * size  # the same prompt goes on from here
+        for group in range(count):
+            first = self.groups.first_kept(group, matchable) // size
+            blocks = self.block_ids[first * count + group : rows * count : count]
+            pool.retain(blocks, self.request.client, self.request.keep_s)
 
     def _first_row(self, group: int, num_tokens: int | None = None) -> int:
         """Return the first row that the token after `num_tokens` attends to; None: after those that are computed."""
