@@ -1,6 +1,7 @@
 """A block pool against a plain model of it, and the changes of its names against before and after."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
 from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.worker.scheduling.block_pool import BlockPool, BlockPoolCorrupted, OutOfBlocks
+from twostroke.worker.scheduling.retention import CLIENT_SHARE, TOTAL_SHARE
 
 
 def name(number: int) -> BlockHash:
@@ -27,16 +29,24 @@ def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> Non
     [
         lambda pool: pool._references.__setitem__(0, -1),
         lambda pool: pool._references.__setitem__(0, 0),
-        lambda pool: pool._references.__setitem__(3, 1),
+        lambda pool: pool._references.__setitem__(4, 1),
         lambda pool: pool._free.append(pool._free[0]),
         lambda pool: pool._free.pop(),
         lambda pool: pool._cached.clear(),
         lambda pool: pool._by_name[0].clear(),
         lambda pool: pool._by_name[0].__setitem__(name(9), 0),
-        lambda pool: pool._names.__setitem__(3, name(0)),
+        lambda pool: pool._names.__setitem__(4, name(0)),
         lambda pool: pool._names.__setitem__(pool._free[0], name(5)),
         lambda pool: pool._tails.__setitem__(pool._free[0], name(5)),
         lambda pool: pool._by_tail.__setitem__(name(5), 0),
+        lambda pool: pool._kept.clear(),
+        lambda pool: pool._wishes.clear(),
+        lambda pool: pool._wishes.__setitem__(pool._free[0], pool._wishes[3]),
+        lambda pool: pool._retention._by_client.clear(),
+        lambda pool: pool._retention._by_length.clear(),
+        lambda pool: pool._by_name[0].pop(pool._names.__getitem__(3), pool._names.__setitem__(3, None)),
+        lambda pool: setattr(pool._retention, "_most_of_client", 0),
+        lambda pool: setattr(pool._retention, "_most", 0),
     ],
 )
 def test_damaged_books_are_noticed(damage) -> None:  # type: ignore[no-untyped-def]
@@ -47,10 +57,29 @@ def test_damaged_books_are_noticed(damage) -> None:  # type: ignore[no-untyped-d
     for block_id in cached:
         pool.publish(block_id, name(block_id))
     pool.release(cached)
+    (kept,) = pool.allocate(1)
+    pool.publish(kept, name(kept))
+    pool.retain([kept], b"client", 300.0)
+    pool.release([kept])
+    assert (kept, *pool._kept) == (3, 3)
     pool.check_integrity()
     damage(pool)
     with pytest.raises(BlockPoolCorrupted):
         pool.check_integrity()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A block that is kept in the model."""
+
+    block: int
+    released_at: float
+    client: bytes
+    keep_s: float
+
+    @property
+    def until(self) -> float:
+        return self.released_at + self.keep_s
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
@@ -60,11 +89,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.NUM_BLOCKS, 4)
+        self.now = 0.0
+        self.pool = BlockPool(self.NUM_BLOCKS, 4, clock=lambda: self.now)
         self.tables: list[list[int]] = []  # each holder's blocks
         self.names: dict[BlockHash, int] = {}
         self.tails: dict[BlockHash, int] = {}
-        self.released: list[int] = []  # unreferenced named blocks, the next to be evicted first
+        self.released: list[tuple[int, float]] = []  # ordinary cached blocks, and when they were released, in order
+        self.kept: list[Kept] = []  # in the order of their release
+        self.wishes: dict[int, tuple[bytes, float]] = {}  # client and seconds, of owned blocks
 
     def counts(self) -> Counter[int]:
         return Counter(block for table in self.tables for block in table)
@@ -72,11 +104,83 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def drop(self, table: list[int]) -> None:
         """Release a table in the model."""
         counts = self.counts()
-        for block in reversed(table):
-            if counts[block] == 0 and block in self.names.values():
-                self.released.append(block)
-            elif counts[block] == 0 and block in self.tails.values():
-                self.released.insert(0, block)
+        free = [block for block in reversed(table) if counts[block] == 0]
+        named = [block for block in free if block in self.names.values()]
+        self.released += [(block, self.now) for block in named if block not in self.wishes]
+        for block in free:
+            if block not in named and block in self.tails.values():
+                self.released.insert(0, (block, -1.0))
+        for block in free:
+            wish = self.wishes.pop(block, None)
+            if wish is not None and block in named:
+                self.keep(Kept(block, self.now, *wish))
+
+    def keep(self, kept: Kept) -> None:
+        """Keep a block in the model, within the shares."""
+        self.kept.append(kept)
+        for share, blocks in (
+            (CLIENT_SHARE, [one for one in self.kept if one.client == kept.client]),
+            (TOTAL_SHARE, self.kept),
+        ):
+            if len(blocks) > share * self.NUM_BLOCKS:
+                self.released.append((blocks[0].block, self.now))
+                self.kept.remove(blocks[0])
+                return
+
+    def may_evict(self) -> list[int]:
+        """Return the blocks of which one is evicted next: several where they are as old as each other."""
+        expired = [one for one in self.kept if one.until <= self.now]
+        oldest = min((one.released_at for one in expired), default=self.now + 1)
+        if self.released and self.released[0][1] <= oldest:
+            return [self.released[0][0]]
+        if expired:
+            return [one.block for one in expired if one.released_at == oldest]
+        first = min(one.until for one in self.kept)
+        return [one.block for one in self.kept if one.until == first]
+
+    def forget(self, block: int) -> None:
+        """Take an unowned block off the model's order of eviction."""
+        self.released = [one for one in self.released if one[0] != block]
+        self.kept = [one for one in self.kept if one.block != block]
+
+    def revive(self, blocks: list[int]) -> None:
+        """Give cached blocks a reference in the model."""
+        for one in list(self.kept):
+            if one.block in blocks and self.now < one.until:
+                self.wishes[one.block] = one.client, one.keep_s
+        for block in blocks:
+            self.forget(block)
+
+    @rule(seconds=st.sampled_from((1.0, 5.0)))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: self.counts())
+    @rule(data=st.data(), client=st.sampled_from((b"a", b"b", b"c", b"d")), keep_s=st.sampled_from((2.0, 4.0, 20.0)))
+    def retain(self, data: st.DataObject, client: bytes, keep_s: float) -> None:
+        self.wish(data.draw(st.lists(st.sampled_from(sorted(self.counts())), unique=True, min_size=1)), client, keep_s)
+
+    @rule(first=st.integers(0, 20), count=st.integers(1, 4), client=st.sampled_from((b"a", b"b", b"c")), data=st.data())
+    def serve(self, first: int, count: int, client: bytes, data: st.DataObject) -> None:
+        """Serve a prompt of so many blocks, from its beginning to its end."""
+        if count > self.NUM_BLOCKS - len(self.counts()):
+            return
+        self.allocate(count)
+        table = self.tables.pop()
+        for number, block in enumerate(table, first):
+            self.pool.publish(block, name(number))
+            self.names.setdefault(name(number), block)
+        if keep_s := data.draw(st.sampled_from((0.0, 2.0, 4.0, 20.0))):
+            self.wish(table, client, keep_s)
+        self.pool.release(table)
+        self.drop(table)
+
+    def wish(self, blocks: list[int], client: bytes, keep_s: float) -> None:
+        """Have owned blocks kept."""
+        self.pool.retain([NO_BLOCK, *blocks], client, keep_s)
+        for block in blocks:
+            if self.wishes.get(block, (b"", 0.0))[1] <= keep_s:
+                self.wishes[block] = client, keep_s
 
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
@@ -88,14 +192,17 @@ class PoolAgainstModel(RuleBasedStateMachine):
         blocks = self.pool.allocate(count)
         assert len(set(blocks)) == count
         assert not set(blocks) & set(self.counts())
-        evicted = self.released[: max(0, count - (unowned - len(self.released)))]
-        assert [block for block in blocks if block in self.released] == evicted
-        self.released = self.released[len(evicted) :]
+        num_free = unowned - len(self.released) - len(self.kept)
+        evicted = blocks[num_free:]
+        for block in evicted:
+            assert block in self.may_evict()
+            self.forget(block)
+        assert not set(blocks[:num_free]) & ({block for block, _ in self.released} | {one.block for one in self.kept})
         self.names = {key: block for key, block in self.names.items() if block not in evicted}
         self.tails = {key: block for key, block in self.tails.items() if block not in evicted}
         self.tables.append(blocks)
 
-    @rule(chain=st.lists(st.integers(0, 5), max_size=4, unique=True))
+    @rule(chain=st.lists(st.integers(0, 7), max_size=4, unique=True))
     def match(self, chain: list[int]) -> None:
         expected = []
         for number in chain:
@@ -104,7 +211,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             expected.append(self.names[name(number)])
         assert self.pool.lookup([name(number) for number in chain]) == len(expected)
         assert self.pool.match([name(number) for number in chain]) == expected
-        self.released = [block for block in self.released if block not in expected]
+        self.revive(expected)
         self.tables.append(expected)
 
     @precondition(lambda self: self.tables)
@@ -138,7 +245,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         block = self.pool.take_tail(name(number))
         assert block == self.tails.get(name(number))
         if block is not None:
-            self.released = [other for other in self.released if other != block]
+            self.revive([block])
             self.tables.append([block])
 
     @precondition(lambda self: len(self.counts()) < self.NUM_BLOCKS)
@@ -150,6 +257,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
             self.pool.release([*self.counts(), NO_BLOCK, stranger])
         with pytest.raises(ValueError, match="has no owner"):
             self.pool.publish(stranger, name(0))
+        with pytest.raises(ValueError, match="has no owner"):
+            self.pool.retain([*self.counts(), stranger], b"a", 1.0)
 
     @precondition(lambda self: self.counts())
     @rule()
@@ -170,7 +279,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         named = [block for block in range(self.NUM_BLOCKS) if self.pool.names(block, block + 1)]
         assert named == sorted(self.names.values())
         known = {*named, *self.tails.values()}
-        assert sorted(block for block in known if block not in counts) == sorted(self.released)
+        unowned = [*(block for block, _ in self.released), *(one.block for one in self.kept)]
+        assert sorted(block for block in known if block not in counts) == sorted(unowned)
+        assert list(self.pool._kept) == [one.block for one in self.kept]
 
     def teardown(self) -> None:
         for table in self.tables:
@@ -179,6 +290,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.check_integrity()
 
 
+class LargePoolAgainstModel(PoolAgainstModel):
+    """The same with more blocks, so that a client has several kept."""
+
+    NUM_BLOCKS = 13
+
+
+TestLargePoolAgainstModel = LargePoolAgainstModel.TestCase
+TestLargePoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 TestPoolAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
 
