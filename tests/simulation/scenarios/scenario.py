@@ -121,6 +121,23 @@ def asked_again(draw: random.Random, arrivals: tuple[Arrival, ...]) -> tuple[Arr
     return (*arrivals, *again)
 
 
+def with_wishes(seed: int, arrivals: tuple[Arrival, ...]) -> tuple[Arrival, ...]:
+    """`arrivals`, of which some want their prompts' KV kept, in two seeds of three."""
+    draw = random.Random(f"wishes of {seed}")
+    share = draw.choice((0.0, 0.5, 0.8))
+    return tuple(
+        replace(
+            one,
+            request=structs.replace(
+                one.request,
+                client=one.request.cache_salt,
+                keep_s=draw.choice((0.02, 0.5, 300.0)) if draw.random() < share else 0.0,
+            ),
+        )
+        for one in arrivals
+    )
+
+
 def _next_turn(draw: random.Random, first: Arrival, windows: Sequence[int], name: str) -> Arrival:
     """A request that goes on from another's answer, perhaps before that has come to its end."""
     said = (*first.request.token_ids, *expected_tokens(first.request, windows))
@@ -321,7 +338,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
         ),
         max_chunk_bytes=draw.choice((1, 64, 1024, 65536)),
         link_bytes_per_s=draw.choice((5e3, 5e4, 5e6) if is_asked_again else (5e4, 5e5, 5e6)),
-        arrivals=arrivals,
+        arrivals=with_wishes(seed, arrivals),
         faults=faults,
         is_overload=is_overload,
         blind_pulls=blind_pulls,

@@ -8,7 +8,15 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from tests.simulation.scenarios.scenario import DECODE_FAULTS, Arrival, Fault, Scenario, make_arrivals, make_scenario
+from tests.simulation.scenarios.scenario import (
+    DECODE_FAULTS,
+    Arrival,
+    Fault,
+    Scenario,
+    make_arrivals,
+    make_scenario,
+    with_wishes,
+)
 from twostroke.simulator.sim_tiers import TierPlan
 
 STORAGE_FAULTS = (
@@ -51,7 +59,7 @@ def make_tiered(seed: int, *, with_faults: bool = False) -> Scenario:
         decode=base.decode.model_copy(update={"min_pull_tokens": 1}),
         link_bytes_per_s=5e6,
         step_s=draw.choice((0.002, 0.01)),
-        arrivals=again,
+        arrivals=with_wishes(seed, again),
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         blind_pulls=0.0,
         is_overload=False,
