@@ -380,3 +380,22 @@ def test_too_many_changes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changes.take() is None
     changes.evicted(name(9))
     assert changes.take() == NameChanges([], [name(9)])
+
+
+@pytest.mark.parametrize("used_at", [1.0, 2.0])
+def test_a_use_renews_a_wish_whose_time_has_not_run_out(used_at: float) -> None:
+    now = 0.0
+    pool = BlockPool(8, 4, clock=lambda: now)
+    (block,) = pool.allocate(1)
+    pool.publish(block, name(0))
+    pool.retain([block], b"client", 2.0)
+    pool.release([block])
+    now = used_at
+    pool.release(pool.match([name(0)]))
+    now = 2.5
+    for number in range(1, 30):
+        blocks = pool.allocate(1)
+        pool.publish(blocks[0], name(number))
+        pool.release(blocks)
+    assert pool.lookup([name(0)]) == (used_at < 2.0)
+    pool.check_integrity()

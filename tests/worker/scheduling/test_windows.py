@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.worker.scheduling.scheduler_rig import Rig
 from tests.worker.scheduling.test_sequence import request
@@ -155,6 +156,26 @@ def test_a_prefix_is_cached_as_far_as_some_window_is_still_whole() -> None:
     pool.release(pool.allocate(30))
     assert pool.lookup(hashes) == 20
     assert pool.lookup(hashes[:10]) < 10
+
+
+def test_a_prompt_with_windows_is_kept_with_what_goes_on_behind_it() -> None:
+    pool = BlockPool(120, SIZE, group_layers((0, 10)))
+    sequence = SequenceState(replace(request(80), keep_s=300.0), SIZE, pool.groups, STEP)
+    for _ in range(40):  # the answer's window has left the prompt
+        sequence.reserve(pool, min(STEP, sequence.num_uncomputed))
+        sequence.computed(pool, min(len(sequence.token_ids), sequence.num_computed + STEP))
+        if sequence.num_computed >= 80:
+            sequence.append(7)
+    hashes = sequence.block_hashes[:20]
+    sequence.reset(pool)
+    for number in range(200):
+        blocks = pool.allocate(1)
+        pool.publish(blocks[0], number.to_bytes(16, "little"))
+        pool.release(blocks)
+    assert pool.lookup(hashes) == 20
+    assert pool.lookup(hashes[:19]) == 19, "the same prompt computes its last token"
+    assert len(pool._kept) == 20 + 4, "of the window, what these two attend to"
+    pool.check_integrity()
 
 
 @pytest.mark.parametrize("window", [6, -10])
