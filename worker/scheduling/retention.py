@@ -23,7 +23,7 @@ TOTAL_SHARE = 0.5
 """Share of a pool's blocks that all clients together may have kept."""
 
 
-class Wish(NamedTuple):
+class RetentionWish(NamedTuple):
     """A client's wish for a block."""
 
     client: bytes
@@ -35,7 +35,7 @@ class Retention:
 
     def __init__(self, num_blocks: int):
         """`num_blocks` is the pool's size, of which clients have their shares."""
-        self.wishes: dict[int, Wish] = {}  # by block, with references or kept
+        self.wishes: dict[int, RetentionWish] = {}  # by block, with references or kept
         self.kept: OrderedDict[int, float] = OrderedDict()  # when each was released, the oldest first
         self._most_of_client = int(num_blocks * CLIENT_SHARE)
         self._most = int(num_blocks * TOTAL_SHARE)
@@ -48,7 +48,7 @@ class Retention:
         for block_id in block_ids:
             current = self.wishes.get(block_id)
             if current is None or current.keep_s <= keep_s:
-                self.wishes[block_id] = Wish(client, keep_s)
+                self.wishes[block_id] = RetentionWish(client, keep_s)
 
     def keep(self, block_id: int, now: float) -> int | None:
         """Keep a block with a wish that has lost its last reference.
