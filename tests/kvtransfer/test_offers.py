@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from tests.rigs.kv_pair import fails
 from tests.rigs.played import played_by
-from tests.worker.worker_rig import DECODE, PREFILL, SECRET, TRANSFERS, make_parts
+from tests.worker.worker_rig import DECODE, LAYERS, PREFILL, SECRET, TRANSFERS, make_parts
 from twostroke.kvtransfer.offers import AwaitedOffers
 from twostroke.kvtransfer.tickets import UsedTickets
 from twostroke.kvtransfer.transfer import OutgoingTransfer
-from twostroke.protocol.kv_layout import RankCut
+from twostroke.protocol.kv_layout import NO_BLOCK, RankCut
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
@@ -266,3 +266,25 @@ async def test_all_ranks_offers_of_one_transfer_are_kept_as_one(ends: Ends) -> N
         assert message == Awaited(ticket.transfer_id)
         await rank.close()
     ends.target.receiver.refuse_offer(ticket)
+
+
+@pytest.mark.parametrize(("skipped", "is_sent"), [(0, False), (4, True), (8, True)])
+@played_by(play)
+async def test_a_source_that_lacks_a_prefixs_beginning_sends_the_rest_to_none_who_lacks_it_too(
+    ends: Ends, skipped: int, is_sent: bool
+) -> None:
+    ends.source.pool.allocate(2)
+    ends.target.pool.allocate(2)
+    ticket = ends.ticket()
+    out = ends.source.sender.begin_transfer(ticket, NUM_TOKENS, [NO_BLOCK, 1], NUM_TOKENS, least_skip_tokens=4)
+    out.commit(TOKEN)
+    incoming = ends.target.receiver.expect_transfer(ticket, BLOCKS, NUM_TOKENS, skipped)
+    if is_sent:
+        assert await incoming.verified() == TOKEN
+        await out.done()
+    else:
+        await fails(incoming.verified(), match="the target has 0 tokens of 4 that are not here")
+        await fails(out.done(), match="not here")
+    assert asyncio.get_running_loop().time() < 1.0, "the target learns at once that it has to compute"
+    assert ends.source.store.violations == ends.target.store.violations == []
+    assert ends.target.receiver.stats.bytes == (NUM_TOKENS - skipped) * 8 * LAYERS * is_sent

@@ -24,8 +24,18 @@ def test_layers_are_cut_into_groups_as_large_as_the_smaller_kind() -> None:
     places = list(zip(GEMMA.of_layer, GEMMA.tensor_of_layer, strict=True))
     assert len(set(places)) == 26
     assert [layer for layer, group in enumerate(GEMMA.of_layer) if group == 0] == [5, 11, 17, 23]
+    assert [len(tensors) for tensors in GEMMA.tensors_of_group] == [4] * 6 + [2], "the last has fewer layers"
     assert group_layers((0, 0, 0)) == KVGroups((0,), (0, 0, 0), (0, 1, 2), ((0,),))
     assert group_layers((9, 9)) == KVGroups((9,), (0, 0), (0, 1), ((0,),))
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (9, 0), (0, 9, 9, 9, 0), (2, 2, 0, 9, 9, 9, 9), (-8, 0, 0)])
+def test_the_tensors_of_a_group_are_those_that_its_layers_write_into(windows: tuple[int, ...]) -> None:
+    groups = group_layers(windows)
+    places = {(group, tensor) for group, tensors in enumerate(groups.tensors_of_group) for tensor in tensors}
+    assert places == set(zip(groups.of_layer, groups.tensor_of_layer, strict=True))
+    assert sum(map(len, groups.tensors_of_group)) == len(windows), "no two layers of a group share a tensor"
+    assert all(list(tensors) == sorted(tensors) for tensors in groups.tensors_of_group)
 
 
 @pytest.mark.parametrize("windows", [(0, 5), (7,), (0, 0, 3), (2, 2, 0, 30), (0, -8), (-7, 0, -7)])
