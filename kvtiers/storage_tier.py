@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from twostroke.kvtiers.identity import ObjectKey, model_prefix, name_in
 from twostroke.kvtiers.objects import (
@@ -81,6 +81,14 @@ class ObjectRef:
     @property
     def end_row(self) -> int:
         return self.rows.first_row + self.rows.num_rows
+
+
+class _Headers(NamedTuple):
+    """What a scan has found behind some keys."""
+
+    objects: list[tuple[bytes, bytes]]  # name and rows of those that are whole as far as their headers tell
+    num_damaged: int
+    num_unreadable: int
 
 
 @dataclass(eq=False)
@@ -220,7 +228,8 @@ class StorageTier:
         """Bring the index up to date with what lies in the storage of the model with this identity.
 
         Other workers of this machine may write and delete there. Headers alone are read, a few at a time, so that
-        reads for prompts come between. Raises OSError.
+        reads for prompts come between. An object that can't be read is passed over. Raises OSError where the storage
+        can't be listed, or none of some objects can be read.
         """
         index = self.index
         if index is None:
@@ -233,8 +242,11 @@ class StorageTier:
         new = [key for name, key in found.items() if name not in index]
         for first in range(0, len(new), HEADERS_AT_ONCE):
             some = new[first : first + HEADERS_AT_ONCE]
-            for name, row_hashes in await self.reads.run(partial(self._headers, some, identity)):
+            headers = await self.reads.run(partial(self._headers, some, identity))
+            for name, row_hashes in headers.objects:
                 index.add(name, row_hashes)
+            self.count("quarantined", headers.num_damaged)
+            self.count("errors", headers.num_unreadable)
 
     def close(self) -> None:
         """Let the threads end. Calls under way go on as long as the storage lets them."""
@@ -261,13 +273,14 @@ class StorageTier:
         except ObjectOfAnotherCipher:
             raise
         except ObjectDamaged:
-            self.blobs.quarantine(ref.key.path)
+            self._put_aside(ref.key.path)
             raise
         return frozenset(found), opened_s
 
-    def _headers(self, keys: Sequence[str], identity: bytes) -> list[tuple[bytes, bytes]]:
-        """Return name and rows of the objects with these keys that are whole as far as their headers tell."""
+    def _headers(self, keys: Sequence[str], identity: bytes) -> _Headers:
+        """Return what the headers of the objects with these keys tell. Raises OSError where none can be read."""
         found: list[tuple[bytes, bytes]] = []
+        num_damaged = num_unreadable = 0
         for key in keys:
             try:
                 with open_listed_object(self.blobs, key, self.cipher) as stored:
@@ -279,8 +292,21 @@ class StorageTier:
                 continue
             except ObjectDamaged as error:
                 _log.warning("%s is put aside: %s", key, error)
-                self.blobs.quarantine(key)
-        return found
+                num_damaged += 1
+                self._put_aside(key)
+            except OSError as error:
+                num_unreadable += 1
+                if num_unreadable == len(keys) > 1:
+                    raise
+                _log.warning("%s can't be read: %s", key, error)
+        return _Headers(found, num_damaged, num_unreadable)
+
+    def _put_aside(self, key: str) -> None:
+        """Quarantine a damaged object. Where the storage does not let us, it is forgotten all the same."""
+        try:
+            self.blobs.quarantine(key)
+        except OSError as error:
+            _log.warning("%s can't be put aside: %s", key, error)
 
     def _write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> None:
         write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher)
