@@ -314,7 +314,7 @@ class KVTiers:
                         ref, tier = todo.popleft()
                         pending.append(self._loaded(ref, tier, is_windows=False))
                     one = await asyncio.shield(pending.popleft())
-                    if one is None or one.name not in self.host:
+                    if one is None or self.host.get(one.name) is not one:  # evicted since, and perhaps read again
                         return
                     one.pins += 1
                     objects.append(one)
