@@ -320,7 +320,7 @@ class KVTiers:
                     objects.append(one)
         except TimeoutError:
             for tier in dict.fromkeys(tier for _, tier in read.refs if tier is not None):
-                tier.count("late")
+                tier.was_late()
 
     async def _load_windows(self, read: TierRead, objects: list[HostObject], deadline: float) -> None:
         """Load what follow-ups need of groups with a window; drop objects from the end until all of it is there."""

@@ -117,6 +117,7 @@ class StorageTier:
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict, init=False)  # objects without an index
     _failures: int = field(default=0, init=False)
     _rests_until: float = field(default=0.0, init=False)
+    _is_late: bool = field(default=False, init=False)  # somebody gave up waiting, and no read has ended since
     _unprobed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +145,7 @@ class StorageTier:
     @property
     def is_resting(self) -> bool:
         """True while the storage is left alone, because it failed or because all its threads hang."""
-        return self.clock() < self._rests_until or (self.reads.is_full and self._failures > 0)
+        return self.clock() < self._rests_until or (self.reads.is_full and (self._failures > 0 or self._is_late))
 
     def holds(self, name: bytes) -> bool:
         """Return True where the object is known to be here, or was when it was last read or written."""
@@ -159,6 +160,11 @@ class StorageTier:
             return False
         self._unprobed = 0
         return gain_s > self.read_s
+
+    def was_late(self) -> None:
+        """Note that somebody gave up waiting for reads. Where all threads hang, nobody else waits until one is back."""
+        self.count("late")
+        self._is_late = True
 
     async def read(self, ref: ObjectRef, wanted: Mapping[int, SectionData]) -> frozenset[int]:
         """Fill the wanted groups' buffers; return the groups that are whole now. Empty: a miss of whatever kind."""
@@ -189,6 +195,8 @@ class StorageTier:
             self.read_s += NEWEST * (opened_s - self.read_s)
             self._is_here(ref)
             return found
+        finally:
+            self._is_late = False
         return frozenset()
 
     def learn(self, num_tokens: int, seconds: float) -> None:

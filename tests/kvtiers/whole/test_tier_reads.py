@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, TiersRig, play, prompt
+from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, THREADS, TiersRig, play, prompt
 from tests.rigs.played import played_by
 from twostroke.kvtiers.kv_tiers import LEAST_WAIT_S
 from twostroke.kvtiers.storage_tier import FIRST_REST_S
@@ -79,10 +79,7 @@ async def test_a_read_of_which_nothing_comes_in_time_is_declined_then(rig: Tiers
 @played_by(play)
 async def test_no_read_is_waited_for_longer_than_the_request_may_or_computing_takes(rig: TiersRig, bound: str) -> None:
     rig.store(FOUR)
-    if bound == "computing":
-        read = rig.begin(FOUR, token_s=0.1 / ALL)
-    else:
-        read = rig.begin(FOUR, most_wait_s=0.1)
+    read = rig.begin(FOUR, token_s=0.1 / ALL) if bound == "computing" else rig.begin(FOUR, most_wait_s=0.1)
     assert read is not None
     assert read.wait_s == pytest.approx(0.1)
     assert await rig.pull(read, FOUR) == ALL
@@ -136,6 +133,23 @@ async def test_a_prefix_ends_where_an_object_is_bad(rig: TiersRig, fault: str) -
 
 
 # --- a storage that hangs, fails, or was slow ---
+
+
+@played_by(play, is_left_busy=True)
+async def test_a_storage_that_hangs_delays_one_read_and_is_not_asked_again_before_it_answers(rig: TiersRig) -> None:
+    prompts = [prompt(4, bytes([number])) for number in range(3)]
+    for hashes in prompts:
+        rig.store(hashes)
+    rig.disk.reads.hang()
+    loop = asyncio.get_running_loop()
+    assert await rig.read(prompts[0]) == 0
+    assert (rig.stats().late, rig.disk.reads.num_under_way) == (1, THREADS)
+    began = loop.time()
+    assert [rig.begin(hashes) for hashes in prompts] == [None] * 3
+    assert (loop.time(), rig.stats().late) == (began, 1)
+    rig.disk.reads.go_on()
+    await asyncio.sleep(1.0)
+    assert [await rig.read(hashes) for hashes in prompts] == [ALL] * 3
 
 
 @played_by(play, has_shared=True)
