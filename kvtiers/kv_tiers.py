@@ -233,6 +233,8 @@ class KVTiers:
         if wait_s >= spared_s(end):
             return None
         wait_s = min(max(PATIENCE * wait_s, LEAST_WAIT_S), spared_s(end), most_wait_s, self.read_wait_s)
+        if wait_s <= 0.0:
+            return None
         ticket = mint_ticket(
             self.secret,
             request_id,

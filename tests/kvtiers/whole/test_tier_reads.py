@@ -86,6 +86,13 @@ async def test_no_read_is_waited_for_longer_than_the_request_may_or_computing_ta
 
 
 @played_by(play)
+async def test_a_request_that_may_not_wait_at_all_has_nothing_read(rig: TiersRig) -> None:
+    rig.store(FOUR)
+    assert rig.begin(FOUR, most_wait_s=0.0) is None
+    assert rig.stats().lookups == 0
+
+
+@played_by(play)
 async def test_two_requests_for_the_same_objects_read_them_once(rig: TiersRig) -> None:
     rig.store(FOUR)
     assert await asyncio.gather(rig.read(FOUR), rig.read(TWO), rig.read(FOUR, 8)) == [ALL, 2 * OBJECT_TOKENS, ALL]
