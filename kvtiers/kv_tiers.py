@@ -20,7 +20,7 @@ from typing import Any
 from twostroke.kvtiers.host_tier import HostObject, HostTier
 from twostroke.kvtiers.identity import KVIdentity, tenant_digest
 from twostroke.kvtiers.objects import ObjectRows, SectionData, rows_key
-from twostroke.kvtiers.storage_tier import FIRST_BYTES_PER_S, ObjectRef, StorageTier
+from twostroke.kvtiers.storage_tier import FIRST_BYTES_PER_S, PROBES, ObjectRef, StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtiers.uses import UseCounts
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -75,6 +75,12 @@ class TierRead:
     ticket: Ticket
     wait_s: float
     refs: tuple[tuple[ObjectRef, StorageTier | None], ...]  # and where each is; None: in host memory
+    is_probe: bool = False  # begun although computing was predicted to be quicker
+
+    @property
+    def weight(self) -> float:
+        """Weight of what the read takes in what reads are predicted to take."""
+        return 1.0 if self.is_probe else NEWEST
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +127,7 @@ class KVTiers:
     _under_way: set[bytes] = field(default_factory=set, init=False)  # names of objects that are being written
     _worker: TieredWorker | None = field(default=None, init=False)
     _scans: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _unread: int = field(default=0, init=False)  # prompts since a read, for which computing was predicted to be quicker
     _is_closing: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +227,8 @@ class KVTiers:
 
         `hashes` are the names of the prompt's blocks, `spared_s(n)` the seconds that computing the tokens from
         `num_cached` up to `n` takes. Return None where nothing is held, or computing is quicker. The offer to the
-        returned ticket, or its decline, comes within about `wait_s`.
+        returned ticket, or its decline, comes within about `wait_s`. One in PROBES prompts is read although computing
+        is predicted to be quicker: else a storage that was slow once would never be read again.
         """
         if self._worker is None or self._is_closing:
             return None
@@ -229,12 +237,17 @@ class KVTiers:
         if not found:
             return None
         end = found[-1][0].end_row * self._block_size
-        wait_s = self._predicted_s(found, num_cached)
-        if wait_s >= spared_s(end):
-            return None
-        wait_s = min(max(PATIENCE * wait_s, LEAST_WAIT_S), spared_s(end), most_wait_s, self.read_wait_s)
+        predicted_s = self._predicted_s(found, num_cached)
+        wait_s = max(PATIENCE * predicted_s, LEAST_WAIT_S)
+        if is_probe := predicted_s >= spared_s(end):
+            self._unread += 1
+            if self._unread < PROBES:
+                return None
+            wait_s = LEAST_WAIT_S
+        wait_s = min(wait_s, spared_s(end), most_wait_s, self.read_wait_s)
         if wait_s <= 0.0:
             return None
+        self._unread = 0
         ticket = mint_ticket(
             self.secret,
             request_id,
@@ -243,7 +256,7 @@ class KVTiers:
             self._worker.addresses,
             target_cut=self._worker.cut,
         )
-        read = TierRead(ticket, wait_s, tuple(found))
+        read = TierRead(ticket, wait_s, tuple(found), is_probe)
         self._track(self._serve(read), f"tiers' read for {request_id}")
         return read
 
@@ -293,10 +306,10 @@ class KVTiers:
         try:
             await self._load(read, objects)
             await self._load_windows(read, objects, began + read.wait_s)
-            if not objects:
-                self.sender.decline_transfer(read.ticket, "the tiers hold nothing of the prompt any more")
-                return
             self._learn(read, objects, self.clock() - began)
+            if not objects:
+                self.sender.decline_transfer(read.ticket, "the tiers hold nothing of the prompt any more, or are slow")
+                return
             await self._send(read, objects)
         except asyncio.CancelledError:
             self.sender.decline_transfer(read.ticket, "the worker is closing")
@@ -423,7 +436,9 @@ class KVTiers:
 
     def _learn(self, read: TierRead, objects: Sequence[HostObject], seconds: float) -> None:
         """Learn what reading takes, and count the tokens, by tier."""
-        tokens = self.object_rows * self._block_size
+        tokens, first = self.object_rows * self._block_size, read.refs[0][1]
+        if not objects and first is not None and seconds >= read.wait_s:
+            first.learn(tokens, seconds, read.weight)  # at least
         by_tier: dict[StorageTier, int] = {}
         for _, tier in read.refs[: len(objects)]:
             if tier is None:
@@ -433,7 +448,7 @@ class KVTiers:
         for tier, num_tokens in by_tier.items():
             tier.count("hit_tokens", num_tokens)
             if len(by_tier) == 1:
-                tier.learn(num_tokens, seconds)
+                tier.learn(num_tokens, seconds, read.weight)
 
     async def _send(self, read: TierRead, objects: Sequence[HostObject]) -> None:
         first, end = objects[0].first_row * self._block_size, objects[-1].end_row * self._block_size
@@ -445,7 +460,7 @@ class KVTiers:
         except TransferFailed as error:
             _log.info("a prefix from the tiers was not sent: %s", error)
         else:
-            self._link_token_s += NEWEST * ((self.clock() - began) / (end - first) - self._link_token_s)
+            self._link_token_s += read.weight * ((self.clock() - began) / (end - first) - self._link_token_s)
 
     # --- writing ---
 

@@ -43,8 +43,8 @@ FAILURES = 3
 """Failures in a row after which a storage rests."""
 FIRST_REST_S, LONGEST_REST_S = 5.0, 300.0
 PROBES = 16
-"""One of this many prompts is looked up in a shared storage although it is not expected to be there."""
-
+"""One of this many prompts is looked up in a shared storage although it is not expected to be there, or read although
+computing is predicted to be quicker."""
 
 HEADERS_AT_ONCE = 64
 """Headers that a scan reads in one call."""
@@ -199,9 +199,9 @@ class StorageTier:
             self._is_late = False
         return frozenset()
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a prefix whose objects were read one beside the other."""
-        self.read_token_s += NEWEST * (max(0.0, seconds - self.read_s) / num_tokens - self.read_token_s)
+    def learn(self, num_tokens: int, seconds: float, weight: float) -> None:
+        """Learn from a prefix whose objects were read one beside the other, with this weight, 0 to 1."""
+        self.read_token_s += weight * (max(0.0, seconds - self.read_s) / num_tokens - self.read_token_s)
 
     async def write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> float:
         """Store an object; return the seconds that it took, failed or not."""

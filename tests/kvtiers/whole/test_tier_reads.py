@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, THREADS, TiersRig, play, prompt
+from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, THREADS, TOKEN_S, TiersRig, play, prompt
 from tests.rigs.played import played_by
 from twostroke.kvtiers.kv_tiers import LEAST_WAIT_S
-from twostroke.kvtiers.storage_tier import FIRST_REST_S
+from twostroke.kvtiers.storage_tier import FIRST_REST_S, PROBES
 
 FOUR, TWO = prompt(4), prompt(2)
 ALL = 4 * OBJECT_TOKENS
@@ -45,8 +45,13 @@ async def test_nothing_is_begun_where_nothing_is_held_or_the_prompt_is_too_short
 @played_by(play)
 async def test_a_read_that_takes_longer_than_computing_is_not_begun(rig: TiersRig) -> None:
     rig.store(FOUR)
-    assert await rig.read(FOUR, token_s=1e-6) == 0
+    for _ in range(PROBES - 1):
+        assert rig.begin(FOUR, token_s=1e-6) is None
     assert rig.stats().lookups == 0
+    probe = rig.begin(FOUR, token_s=1e-6)
+    assert probe is not None
+    assert probe.wait_s <= 1e-6 * ALL, "which costs no more than computing"
+    assert await rig.pull(probe, FOUR) == 0
 
 
 @played_by(play)
@@ -172,6 +177,38 @@ async def test_a_storage_that_rests_is_left_out_and_the_others_go_on(rig: TiersR
     assert await rig.read(FOUR) == 0, "the shared storage was asked, and has nothing"
     await asyncio.sleep(FIRST_REST_S)
     assert await rig.read(FOUR) == ALL
+
+
+@played_by(play)
+async def test_a_disk_that_was_slow_for_a_while_is_used_again_once_it_is_quick(rig: TiersRig) -> None:
+    prompts = [prompt(4, bytes([number])) for number in range(60)]
+    for hashes in prompts:
+        rig.store(hashes)
+    rig.disk.next_s = [3.0 if number % 4 else CALL_S for number in range(20)]
+    for hashes in prompts[:5]:
+        await rig.read(hashes, token_s=TOKEN_S / 10)
+        await rig.idle()
+    rig.disk.next_s = []
+    found = []
+    for hashes in prompts[5:]:
+        found.append(await rig.read(hashes, token_s=TOKEN_S / 10))
+        await rig.idle()
+    assert found[-5:] == [ALL] * 5
+
+
+@played_by(play)
+async def test_a_disk_that_is_always_too_slow_keeps_few_requests_waiting(rig: TiersRig) -> None:
+    prompts = [prompt(4, bytes([number])) for number in range(120)]
+    for hashes in prompts:
+        rig.store(hashes)
+    rig.disk.next_s = [3.0] * 1000
+    num_waited = 0
+    for hashes in prompts:
+        read = rig.begin(hashes, token_s=TOKEN_S / 10)
+        num_waited += read is not None
+        assert read is None or await rig.pull(read, hashes) == 0
+        await rig.idle()
+    assert num_waited <= 20, "those that taught it, and one in 16"
 
 
 # --- layers with windows ---
