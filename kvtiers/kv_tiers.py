@@ -124,7 +124,7 @@ class KVTiers:
     _tasks: dict[asyncio.Task[None], None] = field(default_factory=dict, init=False)  # in order: simulations replay
     _writes: deque[_Write] = field(default_factory=deque, init=False)
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
-    _under_way: set[bytes] = field(default_factory=set, init=False)  # names of objects that are being written
+    _under_way: set[bytes] = field(default_factory=set, init=False)  # names of objects that are to be written
     _worker: TieredWorker | None = field(default=None, init=False)
     _scans: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _unread: int = field(default=0, init=False)  # prompts since a read, for which computing was predicted to be quicker
@@ -470,7 +470,8 @@ class KVTiers:
         """Count a use of a sequence's objects; return runs of those that are to be written now.
 
         These are objects that a tier lacks and that were used before, or all with `keeps`, and where writing costs
-        little beside computing, which takes `token_s` seconds a token.
+        little beside computing, which takes `token_s` seconds a token. They count as under way until they are written:
+        `begin_write` or `drop` must follow for each run.
         """
         due: list[ObjectRun] = []
         if self._worker is None or self._is_closing:
@@ -479,6 +480,7 @@ class KVTiers:
         for ref in self._refs(hashes, client):
             uses = self._uses.use(ref.name)
             if uses >= least_uses and self._is_lacking(ref):
+                self._under_way.add(ref.name)
                 if due and due[-1].end_row == ref.first_row and not self._groups.windowed:
                     due[-1].refs += (ref,)
                 else:  # what is sent of windows depends on where a transfer ends
@@ -508,11 +510,12 @@ class KVTiers:
     def drop(self, run: ObjectRun) -> None:
         """Count a run that is not written, since its blocks are gone or there is no room."""
         for ref in run.refs:
+            self._under_way.discard(ref.name)
             for tier in self._lacking(ref):
                 tier.count("dropped")
 
     def begin_write(self, run: ObjectRun, lacking_groups: frozenset[int]) -> Ticket | None:
-        """Expect a run's KV from the worker; never waits. Return the transfer's ticket, None where there is no room.
+        """Expect a run's KV from the worker; never waits. Return the transfer's ticket; None, where there is no room.
 
         Where there is room for the first objects alone, the run is cut to these.
         `lacking_groups` are groups whose rows the worker has no more: what it sends for them means nothing.
@@ -532,7 +535,6 @@ class KVTiers:
             self.drop(ObjectRun(rest))
             run.refs = run.refs[: len(objects)]
         end, first = run.end_row * self._block_size, run.first_row * self._block_size
-        self._under_way.update(ref.name for ref in run.refs)
         ticket = mint_ticket(
             self.secret, "tiers", self._worker.peer, self._peer, self._addresses, source_cut=self._worker.cut
         )
@@ -554,10 +556,9 @@ class KVTiers:
             await asyncio.gather(incoming.verified(), return_exceptions=True)
             for one in objects:
                 self.host.free(one)
-            self._under_way.difference_update(ref.name for ref in run.refs)
+            self.drop(run)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self.drop(run)
             return
         # What is written first is dropped first, and an end without its beginning is of no use.
         for ref, one in reversed(list(zip(run.refs, objects, strict=True))):
