@@ -39,10 +39,11 @@ from twostroke.protocol.requests import (
     Ticket,
     mint_ticket,
 )
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
+from twostroke.simulator.sim_tiers import SimStorage, SimTiers, TierPlan
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.role import Policies
@@ -170,12 +171,12 @@ class Rig:
 
 
 def play(
-    script: Callable[[Rig], Awaitable[None]], *, role: str, num_blocks: int = 32, swap_blocks: int = 0, **config: Any
+    script: Callable[[Rig], Awaitable[None]], *, role: Role, num_blocks: int = 32, swap_blocks: int = 0, **config: Any
 ) -> None:
     """Run `script` with a worker; afterwards nothing of it may be left."""
 
     async def main() -> None:
-        async with _running(role, num_blocks, swap_blocks, config) as rig:
+        async with running_worker(role, num_blocks, swap_blocks, config) as rig:
             await script(rig)
         assert rig.pool.owned_blocks == rig.worker.stats().swapped_blocks == 0
         rig.pool.check_integrity()
@@ -194,15 +195,35 @@ def of_both_roles(**settings: Any) -> Callable[[Script], Callable[..., None]]:
 
 
 @asynccontextmanager
-async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[str, Any]) -> AsyncIterator[Rig]:
+async def running_worker(
+    role: Role,
+    num_blocks: int,
+    swap_blocks: int,
+    config: dict[str, Any],
+    tiers: tuple[SimStorage, TierPlan] | None = None,
+) -> AsyncIterator[Rig]:
+    """Start a worker, with tiers over this storage where there is one."""
     fabric, links = MemoryFabric(seed=1), LinkFabric(bytes_per_s=1e5)
     clock = asyncio.get_running_loop().time
     peer = PREFILL if role == "prefill" else DECODE
     parts = make_parts(peer, fabric, links, num_blocks=num_blocks)
     swap_space = FakeSwapSpace(parts.store, num_blocks=swap_blocks) if swap_blocks else None
     pool, engine = parts.pool, FakeEngine(parts.store, swap_space)
+    own: SimTiers | None = None
+    if tiers is not None:
+        storage, plan = tiers
+        own = storage.tiers_of(plan, role, peer, parts.store.layout, parts.network, links, TRANSFERS)
     deps = WorkerDeps(
-        peer, engine, parts.store, pool, parts.network, parts.sender, parts.receiver, clock, max_context=100
+        peer,
+        engine,
+        parts.store,
+        pool,
+        parts.network,
+        parts.sender,
+        parts.receiver,
+        clock,
+        max_context=100,
+        tiers=None if own is None else own.tiers,
     )
     if role == "prefill":
         worker_role = prefill_role(PrefillConfig(**config))
@@ -217,6 +238,8 @@ async def _running(role: str, num_blocks: int, swap_blocks: int, config: dict[st
     finally:
         await worker.stop()
         await parts.close()
+        if own is not None:
+            await own.parts.transports.close()
         for connection in (rig.router, rig.prefill):
             if connection is not None:
                 await connection.close()

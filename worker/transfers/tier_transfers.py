@@ -83,7 +83,8 @@ class TierTransfers:
 
     def request_ended(self, job: WorkerJob) -> None:
         """Count the use of a sequence's objects, and send the tiers what is to be written. Never waits."""
-        hashes, costs = job.sequence.block_hashes, self.costs()
+        costs, names = self.costs(), job.sequence.block_hashes
+        hashes = names[: self.pool.lookup(names)]  # not the last token's block, nor what was never computed
         token_s = 0.0 if costs is None else costs.prompt_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
         keeps = job.request.keep_s > 0
         for run in self.tiers.request_ended(hashes, job.request.client, keeps=keeps, token_s=token_s):
