@@ -84,7 +84,7 @@ class ObjectRef:
 
 
 class _Headers(NamedTuple):
-    """What a scan has found behind some keys."""
+    """Findings of a scan behind some keys."""
 
     objects: list[tuple[bytes, bytes]]  # name and rows of those that are whole as far as their headers tell
     num_damaged: int
