@@ -13,13 +13,13 @@ computed. A read that fails offers less, or declines. Nothing here fails a reque
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from twostroke.kvtiers.host_tier import HostObject, HostTier
-from twostroke.kvtiers.identity import KVIdentity, tenant_digest
-from twostroke.kvtiers.objects import ObjectRows, SectionData, rows_key
+from twostroke.kvtiers.identity import KVIdentity
+from twostroke.kvtiers.prefix_objects import PrefixObjects
 from twostroke.kvtiers.storage_tier import FIRST_BYTES_PER_S, PROBES, ObjectRef, StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtiers.uses import UseCounts
@@ -131,10 +131,10 @@ class KVTiers:
     _is_closing: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        layout = self._layout = self.host.store.layout
+        layout = self.host.store.layout
         self.object_rows = max(1, self.object_tokens // layout.block_size)
         self._block_size = layout.block_size
-        self._digest = self.identity.digest
+        self.objects = PrefixObjects(self.identity.digest, self.object_rows, self.host)
         self._host_counts = {"lookups": 0, "hits": 0, "hit_tokens": 0}
         self._link_token_s = layout.token_bytes / FIRST_LINK_BYTES_PER_S
         self._write_token_s = layout.token_bytes / FIRST_BYTES_PER_S
@@ -203,7 +203,7 @@ class KVTiers:
         while True:
             began = self.clock()
             try:
-                await tier.scan(self._digest)
+                await tier.scan(self.objects.digest)
             except OSError as error:
                 tier.count("errors")
                 _log.warning("the %s tier can't be listed: %s", tier.name, error)
@@ -232,7 +232,7 @@ class KVTiers:
         """
         if self._worker is None or self._is_closing:
             return None
-        refs = self._refs(hashes, client)[num_cached // self._block_size // self.object_rows :]
+        refs = self.objects.refs(hashes, client)[num_cached // self._block_size // self.object_rows :]
         found = self._find(refs, num_cached, spared_s)
         if not found:
             return None
@@ -259,18 +259,6 @@ class KVTiers:
         read = TierRead(ticket, wait_s, tuple(found), is_probe)
         self._track(self._serve(read), f"tiers' read for {request_id}")
         return read
-
-    def _refs(self, hashes: Sequence[BlockHash], client: bytes) -> list[ObjectRef]:
-        """Return the whole objects of a prefix, in order."""
-        tenant, rows = tenant_digest(client), self.object_rows
-        refs: list[ObjectRef] = []
-        parent = b""
-        for first in range(0, len(hashes) - rows + 1, rows):
-            own = b"".join(hashes[first : first + rows])
-            key = rows_key(self._digest, tenant, self._layout, own)
-            refs.append(ObjectRef(key, ObjectRows(first, own, parent)))
-            parent = key.name
-        return refs
 
     def _find(
         self, refs: Sequence[ObjectRef], num_cached: int, spared_s: Callable[[int], float]
@@ -346,25 +334,14 @@ class KVTiers:
                 async with asyncio.timeout(max(0.0, deadline - self.clock())):
                     is_whole = True
                     for one, (ref, tier) in zip(objects, read.refs, strict=False):
-                        if self._lacks(one, end_row):
+                        if self.objects.lacks(one, end_row):
                             await asyncio.shield(self._loaded(ref, tier, is_windows=True))
-                            is_whole = is_whole and not self._lacks(one, end_row)
+                            is_whole = is_whole and not self.objects.lacks(one, end_row)
             except TimeoutError:
                 is_whole = False
             if is_whole:
                 return
             objects.pop().pins -= 1
-
-    def _lacks(self, one: HostObject, end_row: int) -> bool:
-        """Return True where an object lacks rows of windows that the token after `end_row` attends to."""
-        for group in self._groups.windowed:
-            first = max(one.first_row, self._first_kept(group, end_row))
-            if first < one.end_row and (group not in one.blocks or one.blocks[group][0] > first):
-                return True
-        return False
-
-    def _first_kept(self, group: int, end_row: int) -> int:
-        return self._groups.first_kept(group, end_row * self._block_size) // self._block_size
 
     def _loaded(
         self, ref: ObjectRef, tier: StorageTier | None, *, is_windows: bool
@@ -386,7 +363,7 @@ class KVTiers:
             if is_windows
             else [group for group in range(self._groups.count) if group not in self._groups.windowed]
         )
-        wanted = self._kept_rows(ref, groups)
+        wanted = self.objects.kept_rows(ref, groups)
         missing = {group: first for group, first in wanted.items() if held is None or group not in held.blocks}
         if not is_windows:
             self._host_counts["lookups"] += 1
@@ -398,11 +375,11 @@ class KVTiers:
             return None
         if held is not None:
             held.pins += 1
-        one = self._room_for(ref, missing)
+        one = self.objects.room_for(ref, missing)
         try:
             if one is None:
                 return None
-            found = await tier.read(ref, {group: self._section(one, group) for group in missing})
+            found = await tier.read(ref, {group: self.objects.section(one, group) for group in missing})
             for group in missing.keys() - found:
                 self.host.give_back(one, group)
             if not is_windows and found != missing.keys():
@@ -412,27 +389,6 @@ class KVTiers:
         finally:
             if held is not None:
                 held.pins -= 1
-
-    def _kept_rows(self, ref: ObjectRef, groups: Iterable[int]) -> dict[int, int]:
-        """Return by group the first row that an object keeps of it; not those of which it keeps none."""
-        rows = {group: max(ref.first_row, self._first_kept(group, ref.end_row)) for group in groups}
-        return {group: first for group, first in rows.items() if first < ref.end_row}
-
-    def _room_for(self, ref: ObjectRef, first_rows: Mapping[int, int]) -> HostObject | None:
-        """Return an object with memory for these groups' rows, from their first ones on; None: there is too little."""
-        block_ids = self.host.allocate(sum(ref.end_row - first for first in first_rows.values()))
-        if block_ids is None:
-            return None
-        one = HostObject(ref.name, ref.first_row, ref.end_row)
-        for group, first in first_rows.items():
-            count = ref.end_row - first
-            one.blocks[group] = first, block_ids[:count]
-            del block_ids[:count]
-        return one
-
-    def _section(self, one: HostObject, group: int) -> SectionData:
-        first, block_ids = one.blocks[group]
-        return SectionData(group, first, len(block_ids), self.host.buffers(group, block_ids))
 
     def _learn(self, read: TierRead, objects: Sequence[HostObject], seconds: float) -> None:
         """Learn what reading takes, and count the tokens, by tier."""
@@ -477,7 +433,7 @@ class KVTiers:
         if self._worker is None or self._is_closing:
             return due
         least_uses = 1 if keeps or self._is_cheap(token_s) else 2
-        for ref in self._refs(hashes, client):
+        for ref in self.objects.refs(hashes, client):
             uses = self._uses.use(ref.name)
             if uses >= least_uses and self._is_lacking(ref):
                 self._under_way.add(ref.name)
@@ -524,7 +480,7 @@ class KVTiers:
             return None
         objects: list[HostObject] = []
         for ref in run.refs:
-            one = self._room_for(ref, self._kept_rows(ref, range(self._groups.count)))
+            one = self.objects.room_for(ref, self.objects.kept_rows(ref, range(self._groups.count)))
             if one is None:
                 break
             one.pins = 1
@@ -577,7 +533,7 @@ class KVTiers:
             while self._writes:
                 write = self._writes[0]
                 seconds = 0.0
-                sections = [self._section(write.one, group) for group in sorted(write.one.blocks)]
+                sections = [self.objects.section(write.one, group) for group in sorted(write.one.blocks)]
                 for tier in write.tiers:
                     seconds += await tier.write(write.ref, sections)
                 tokens = self.object_rows * self._block_size

@@ -218,7 +218,7 @@ async def test_a_disk_that_is_always_too_slow_keeps_few_requests_waiting(rig: Ti
 async def test_of_windows_only_the_last_objects_rows_are_read_and_sent(rig: TiersRig) -> None:
     rig.store(FOUR)
     assert await rig.read(FOUR) == ALL
-    held = [rig.host.get(ref.name) for ref in rig.tiers._refs(FOUR, b"")]
+    held = [rig.host.get(ref.name) for ref in rig.tiers.objects.refs(FOUR, b"")]
     assert [sorted(one.blocks) for one in held if one is not None] == [[0], [0], [0], [0, 1]]
     assert await rig.read(TWO) == 2 * OBJECT_TOKENS, "a shorter prompt needs another object's"
 

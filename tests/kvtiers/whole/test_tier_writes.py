@@ -81,7 +81,7 @@ async def test_every_storage_that_lacks_an_object_gets_it(rig: TiersRig) -> None
     await rig.write(FOUR)
     assert rig.shared is not None
     assert len(rig.disk.blobs.blobs) == len(rig.shared.blobs.blobs) == 4
-    rig.tiers.storage[0].index.discard(rig.tiers._refs(FOUR, b"")[1].name)  # type: ignore[union-attr]
+    rig.tiers.storage[0].index.discard(rig.tiers.objects.refs(FOUR, b"")[1].name)  # type: ignore[union-attr]
     rig.disk.blobs.blobs.clear()
     await rig.write(FOUR)
     assert len(rig.disk.blobs.blobs) == 1, "the one that the disk is known to lack"
@@ -208,7 +208,7 @@ async def test_what_a_worker_sends_of_windows_that_it_has_no_more_is_not_kept(ri
     for run in rig.used(TWO, keeps=True):
         assert await rig.send(run, TWO, frozenset({1}) if run.first_row else frozenset())
     await rig.idle()
-    held = [rig.host.get(ref.name) for ref in rig.tiers._refs(TWO, b"")]
+    held = [rig.host.get(ref.name) for ref in rig.tiers.objects.refs(TWO, b"")]
     assert [sorted(one.blocks) for one in held if one is not None] == [[0, 1], [0]]
     after = await rig.remake()
     assert await after.read(TWO) == OBJECT_TOKENS, "the first object's windows are there"

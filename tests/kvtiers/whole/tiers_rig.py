@@ -93,9 +93,9 @@ class TiersRig:
         layout = self.host.store.layout
         storage = self.shared if shared else self.disk
         assert storage is not None
-        for ref in self.tiers._refs(hashes, b""):
+        for ref in self.tiers.objects.refs(hashes, b""):
             sections = []
-            for group, first in self.tiers._kept_rows(ref, range(layout.groups.count)).items():
+            for group, first in self.tiers.objects.kept_rows(ref, range(layout.groups.count)).items():
                 names = [ref.rows.row_hashes[16 * row : 16 * row + 16] for row in range(first - ref.first_row, ROWS)]
                 layers = [layer for layer, of in enumerate(layout.groups.of_layer) if of == group]
                 content = b"".join(kv_of(name, layer, layout.block_bytes) for layer in layers for name in names)
