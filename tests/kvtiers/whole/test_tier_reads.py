@@ -6,7 +6,7 @@ import pytest
 
 from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, THREADS, TOKEN_S, TiersRig, play, prompt
 from tests.rigs.played import played_by
-from twostroke.kvtiers.kv_tiers import LEAST_WAIT_S
+from twostroke.kvtiers.kv_tiers import FIRST_SCAN_S, LEAST_WAIT_S, SCAN_S
 from twostroke.kvtiers.storage_tier import FIRST_REST_S, PROBES
 
 FOUR, TWO = prompt(4), prompt(2)
@@ -257,6 +257,50 @@ async def test_a_prefix_may_lie_in_two_storages(rig: TiersRig) -> None:
 async def test_a_worker_that_starts_finds_what_another_has_written(rig: TiersRig) -> None:
     rig.store(FOUR)
     after = await rig.remake()
+    assert await after.read(FOUR) == ALL
+
+
+@played_by(play)
+async def test_a_storage_that_hangs_delays_a_start_for_two_seconds_and_is_learned_later(rig: TiersRig) -> None:
+    rig.store(FOUR)
+    rig.disk.reads.hang()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    after = await rig.remake()
+    assert loop.time() - began == pytest.approx(FIRST_SCAN_S, abs=0.1)
+    assert after.begin(FOUR) is None
+    rig.disk.reads.go_on()
+    await asyncio.sleep(1.0)
+    assert await after.read(FOUR) == ALL
+
+
+@played_by(play)
+async def test_what_other_workers_write_and_delete_is_learned_within_half_a_minute(rig: TiersRig) -> None:
+    other = await rig.remake()
+    await other.write(FOUR)
+    assert rig.begin(FOUR) is None
+    await asyncio.sleep(SCAN_S + 1.0)
+    assert await rig.read(FOUR) == ALL
+    rig.disk.blobs.blobs.clear()
+    await asyncio.sleep(SCAN_S + 1.0)
+    assert rig.tiers.index is not None
+    assert len(rig.tiers.index) == 0
+
+
+@played_by(play)
+async def test_a_storage_that_cannot_be_listed_is_listed_again_later(
+    rig: TiersRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.store(FOUR)
+
+    def fail(_: str) -> None:
+        raise OSError("the directory is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.disk.blobs, "list", fail)
+        after = await rig.remake()
+    assert after.stats().errors == 1
+    await asyncio.sleep(SCAN_S + 1.0)
     assert await after.read(FOUR) == ALL
 
 
