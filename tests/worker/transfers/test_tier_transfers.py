@@ -140,6 +140,17 @@ async def test_a_prompt_that_comes_from_another_worker_is_not_looked_up(scene: S
         assert (reply.num_cached_tokens, reply.tier_tokens, disk(rig).lookups) == (40, 0, 0)
 
 
+@played_by(play, role="decode")
+async def test_a_prompt_that_a_prefill_worker_hands_over_is_not_looked_up(scene: Scene) -> None:
+    await scene.store(42)
+    async with scene.worker() as rig:
+        call = begin(rig.ask(a_request(42), rig.ticket()))
+        await a_moment()
+        assert disk(rig).lookups == 0
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+
 @of_both_roles()
 async def test_a_prompt_of_another_tenant_finds_nothing(scene: Scene) -> None:
     await scene.store(42, cache_salt=b"one", client=b"one")
