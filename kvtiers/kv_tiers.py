@@ -20,7 +20,7 @@ from typing import Any
 from twostroke.kvtiers.host_tier import HostObject, HostTier
 from twostroke.kvtiers.identity import KVIdentity
 from twostroke.kvtiers.prefix_objects import PrefixObjects
-from twostroke.kvtiers.storage_tier import FIRST_BYTES_PER_S, PROBES, ObjectRef, StorageTier
+from twostroke.kvtiers.storage_tier import PROBES, ObjectRef, StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtiers.uses import UseCounts
 from twostroke.kvtransfer.receiver import KVReceiver
@@ -54,7 +54,7 @@ FLUSH_S = 5.0
 ROOM_SHARE = 0.9
 """Share of a disk's quota up to which objects are written at their first use."""
 CHEAP_SHARE = 0.02
-"""The most of a prompt's computing time that writing at the first use may take."""
+"""Share of a prompt's computing time that a core may take to write it at its first use."""
 MOST_WRITES = 64
 """Objects that wait to be written; more are dropped."""
 
@@ -137,7 +137,6 @@ class KVTiers:
         self.objects = PrefixObjects(self.identity.digest, self.object_rows, self.host)
         self._host_counts = {"lookups": 0, "hits": 0, "hit_tokens": 0}
         self._link_token_s = layout.token_bytes / FIRST_LINK_BYTES_PER_S
-        self._write_token_s = layout.token_bytes / FIRST_BYTES_PER_S
         self._peer = self.sender.peer
         self._groups = self.host.groups
         self._addresses: tuple[Address, ...] = ()
@@ -449,10 +448,10 @@ class KVTiers:
         A chat's beginning often comes back once only. So where a disk has room it is written at once, unless traffic
         that never comes back would feel it.
         """
-        if not self.storage:
-            return self._link_token_s <= CHEAP_SHARE * token_s
+        tokens = self.object_rows * self._block_size
+        cost_s = self._link_token_s + sum(tier.write_cpu_s for tier in self.storage) / tokens
         has_room = any(tier.num_bytes() < ROOM_SHARE * tier.max_bytes for tier in self.storage if tier.max_bytes)
-        return has_room and not self._writes and self._write_token_s <= CHEAP_SHARE * token_s
+        return (has_room or not self.storage) and not self._writes and cost_s <= CHEAP_SHARE * token_s
 
     def _is_lacking(self, ref: ObjectRef) -> bool:
         if ref.name in self._under_way:
@@ -536,8 +535,6 @@ class KVTiers:
                 sections = [self.objects.section(write.one, group) for group in sorted(write.one.blocks)]
                 for tier in write.tiers:
                     seconds += await tier.write(write.ref, sections)
-                tokens = self.object_rows * self._block_size
-                self._write_token_s += NEWEST * (seconds / tokens - self._write_token_s)
                 self._writes.popleft().one.pins -= 1
                 self._under_way.discard(write.ref.name)
                 if not self._is_closing:

@@ -8,6 +8,7 @@ I/O. A shared storage is asked, where the expected gain is worth the question.
 """
 
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,8 @@ class StorageTier:
     num_evicted: Callable[[], int] = lambda: 0
     read_s: float = 0.002
     hit_share: float = 0.5  # of look-ups in a storage without an index
+    write_cpu_s: float = 0.0  # seconds of a core that an object's write takes
+    cpu_clock: Clock = time.thread_time
     _counts: dict[str, float] = field(default_factory=dict, init=False)
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict, init=False)  # objects without an index
     _failures: int = field(default=0, init=False)
@@ -207,7 +210,7 @@ class StorageTier:
         """Store an object; return the seconds that it took, failed or not."""
         began = self.clock()
         try:
-            await self.writes.run(lambda: self._write(ref, sections))
+            cpu_s = await self.writes.run(lambda: self._write(ref, sections))
         except OSError as error:
             self._failed("write", error)
         except ValueError as error:  # a fault of ours: no reason to write nothing any more
@@ -215,6 +218,7 @@ class StorageTier:
             _log.error("an object could not be written to the %s tier: %s", self.name, error)
         else:
             self._failures = 0
+            self.write_cpu_s += NEWEST * (cpu_s - self.write_cpu_s)
             self.count("written_objects")
             self.count("written_bytes", sum(buffer.nbytes for one in sections for buffer in one.buffers))
             self.count("write_seconds", self.clock() - began)
@@ -316,8 +320,11 @@ class StorageTier:
         except OSError as error:
             _log.warning("%s can't be put aside: %s", key, error)
 
-    def _write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> None:
+    def _write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> float:
+        """Return the seconds of a core that it took."""
+        began = self.cpu_clock()
         write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher)
+        return self.cpu_clock() - began
 
     # --- inside ---
 

@@ -92,4 +92,4 @@ class SimStorage:
         reads, writes = VirtualCalls(THREADS, seconds), VirtualCalls(1, seconds)
         self.calls.setdefault(storage, []).extend((reads, writes))
         index = TierIndex() if name == "disk" else None
-        return StorageTier(name, blobs, layout, reads, writes, clock, index=index)
+        return StorageTier(name, blobs, layout, reads, writes, clock, index=index, cpu_clock=lambda: 0.0)
