@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from annotated_types import Ge, Gt, Le
 from pydantic import Field, model_validator
 
+from twostroke.kvtiers.storage.files import OUR_FOLDER
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import ByteSize, Interval, Section
 
@@ -148,21 +149,23 @@ def check_machine(tiers: TiersConfig) -> list[str]:
 
     Raises ConfigError that begins with the setting at fault.
     """
+    warnings: list[str] = []
     if tiers.shared.path is not None:
-        _check_directory(f"{SETTING}.shared.path", Path(tiers.shared.path))
+        _check_directory(f"{SETTING}.shared.path", Path(tiers.shared.path), warnings)
     if tiers.key_file is not None:
         read_key(tiers.key_file)
     if tiers.disk.path is None:
-        return []
-    found = _check_directory(f"{SETTING}.disk.path", directory := Path(tiers.disk.path))
+        return warnings
+    found = _check_directory(f"{SETTING}.disk.path", directory := Path(tiers.disk.path), warnings)
     room = shutil.disk_usage(found).free
     if room < tiers.disk.bytes:
         room += _held_bytes(directory)
     if room >= tiers.disk.bytes:
-        return []
+        return warnings
     return [
+        *warnings,
         f"{SETTING}.disk.bytes: the quota of {_gibibytes(tiers.disk.bytes)} is more than the {_gibibytes(room)} that "
-        f"the disk of {tiers.disk.path} has for it: writes fail once it is full; lower the quota, or make room"
+        f"the disk of {tiers.disk.path} has for it: writes fail once it is full; lower the quota, or make room",
     ]
 
 
@@ -213,8 +216,12 @@ def _check_absolute(path: str) -> None:
         raise ValueError(f"path: {path!r} is no absolute path: workers run in other folders")
 
 
-def _check_directory(setting: str, path: Path) -> Path:
-    """Return `path`, or the parent in which it can be made. Raises ConfigError where it can't be used."""
+def _check_directory(setting: str, path: Path, warnings: list[str]) -> Path:
+    """Return `path`, or the parent in which it can be made. Raises ConfigError where it can't be used.
+
+    A directory that was used before and can only be read is warned of: a disk that the system has made read-only must
+    keep no worker from starting, and its objects can still be read.
+    """
     try:
         if path.exists():
             if not path.is_dir():
@@ -228,6 +235,9 @@ def _check_directory(setting: str, path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{setting}: {path} can't be reached: {error.strerror}") from error
     if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
+        if os.access(path / OUR_FOLDER, os.R_OK | os.X_OK):
+            warnings.append(f"{setting}: {path} can't be written by user {os.geteuid()}: it is only read")
+            return found
         raise ConfigError(
             f"{setting}: {found} can't be written by user {os.geteuid()}: give it to that user, or name another one"
         )

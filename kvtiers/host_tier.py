@@ -78,13 +78,17 @@ class HostTier:
     def allocate(self, count: int) -> list[int] | None:
         """Return so many blocks, which are the caller's; evict unpinned objects as needed. None: there are too few."""
         if len(self._free) < count:
-            for name, one in list(self._objects.items()):
+            missing, victims = count - len(self._free), list[bytes]()
+            for name, one in self._objects.items():
+                if missing <= 0:
+                    break
                 if not one.pins:
-                    self.discard(name)
-                    if len(self._free) >= count:
-                        break
-            else:
+                    victims.append(name)
+                    missing -= sum(len(ids) for _, ids in one.blocks.values())
+            if missing > 0:
                 return None
+            for name in victims:
+                self.discard(name)
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - count :]
         return taken[::-1]

@@ -15,6 +15,10 @@ from twostroke.protocol.kv_layout import ONE_RANK, KVLayout
 FORMAT_VERSION = 1
 """Version of objects. Another one names other objects, so nothing reads files of another format."""
 
+NUMERICS_VERSION = 1
+"""Version of what our kernels compute. It is raised with a mend that changes KV by more than rounding, so that KV from
+before is found no more."""
+
 NAME_BYTES = 32
 TENANT_BYTES = 8
 
@@ -25,6 +29,7 @@ class KVIdentity(NamedTuple):
     layout: KVLayout  # of one rank: digest of configuration and weights, dtype and geometry of the KV, block size
     weights: str  # storage format of quantised weights; empty: as in the checkpoint
     compute_dtype: str  # of activations, as torch names it
+    object_tokens: int = 256  # of each object: others are of no use to a worker
     adapter: str = ""  # digest of an adapter's weights; empty: none
 
     @property
@@ -34,6 +39,8 @@ class KVIdentity(NamedTuple):
         fields = {f"layout.{name}": repr(getattr(layout, name)).encode() for name in layout.__struct_fields__}
         fields |= {
             "format": str(FORMAT_VERSION).encode(),
+            "numerics": str(NUMERICS_VERSION).encode(),
+            "object_tokens": str(self.object_tokens).encode(),
             "weights": self.weights.encode(),
             "compute_dtype": self.compute_dtype.encode(),
             "adapter": self.adapter.encode(),

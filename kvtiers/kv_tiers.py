@@ -12,7 +12,7 @@ computed. A read that fails offers less, or declines. Nothing here fails a reque
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from twostroke.kvtiers.identity import KVIdentity
 from twostroke.kvtiers.prefix_objects import PrefixObjects
 from twostroke.kvtiers.storage_tier import PROBES, ObjectRef, StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
+from twostroke.kvtiers.tier_writer import TierWriter
 from twostroke.kvtiers.uses import UseCounts
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
@@ -40,7 +41,7 @@ READS_AT_ONCE = 4
 LEAST_WAIT_S = 0.25
 """Time that a read is given at least, where computing takes longer: predictions of milliseconds mean little."""
 PATIENCE = 2.0
-"""A read may take so many times what was predicted."""
+"""A read may take this many times what was predicted."""
 FIRST_LINK_BYTES_PER_S = 2e9
 """Bytes a second between host memory and the worker's cache, before anything was sent."""
 NEWEST = 0.2
@@ -56,7 +57,7 @@ ROOM_SHARE = 0.9
 CHEAP_SHARE = 0.02
 """Share of a prompt's computing time that a core may take to write it at its first use."""
 MOST_WRITES = 64
-"""Objects that wait to be written; more are dropped."""
+"""Objects that wait for one storage; more are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +99,6 @@ class ObjectRun:
         return self.refs[-1].end_row
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    ref: ObjectRef
-    one: HostObject  # pinned
-    tiers: tuple[StorageTier, ...]
-
-
 @dataclass(eq=False, kw_only=True)
 class KVTiers:
     """The tiers of one worker, in the order in which they are looked up; the host's comes first."""
@@ -122,9 +116,7 @@ class KVTiers:
     _uses: UseCounts = field(default_factory=UseCounts, init=False)
     _loading: dict[tuple[bytes, bool], asyncio.Task[HostObject | None]] = field(default_factory=dict, init=False)
     _tasks: dict[asyncio.Task[None], None] = field(default_factory=dict, init=False)  # in order: simulations replay
-    _writes: deque[_Write] = field(default_factory=deque, init=False)
-    _writing: asyncio.Task[None] | None = field(default=None, init=False)
-    _under_way: set[bytes] = field(default_factory=set, init=False)  # names of objects that are to be written
+    _under_way: Counter[bytes] = field(default_factory=Counter, init=False)  # writes to come, by the object's name
     _worker: TieredWorker | None = field(default=None, init=False)
     _scans: list[asyncio.Task[None]] = field(default_factory=list, init=False)
     _unread: int = field(default=0, init=False)  # prompts since a read, for which computing was predicted to be quicker
@@ -134,11 +126,14 @@ class KVTiers:
         layout = self.host.store.layout
         self.object_rows = max(1, self.object_tokens // layout.block_size)
         self._block_size = layout.block_size
+        self.writers: dict[StorageTier, TierWriter] = {}
         self.objects = PrefixObjects(self.identity.digest, self.object_rows, self.host)
         self._host_counts = {"lookups": 0, "hits": 0, "hit_tokens": 0}
         self._link_token_s = layout.token_bytes / FIRST_LINK_BYTES_PER_S
         self._peer = self.sender.peer
         self._groups = self.host.groups
+        for tier in self.storage:
+            self.writers[tier] = TierWriter(tier, self.objects, self.write_share, self._write_ended)
         self._addresses: tuple[Address, ...] = ()
 
     async def start(self, host: str, worker: TieredWorker) -> None:
@@ -166,10 +161,7 @@ class KVTiers:
         self._is_closing = True
         for task in (*self._tasks, *self._loading.values(), *self._scans):
             task.cancel()
-        if self._writing is not None:
-            await asyncio.wait({self._writing}, timeout=FLUSH_S)
-        if self._writing is not None:
-            self._writing.cancel()
+        await asyncio.gather(*(writer.close(FLUSH_S) for writer in self.writers.values()))
         await asyncio.gather(*self._tasks, *self._loading.values(), *self._scans, return_exceptions=True)
         await self.sender.close()
         await self.receiver.close()
@@ -190,7 +182,7 @@ class KVTiers:
     @property
     def is_busy(self) -> bool:
         """True while anything is read, sent, received or written."""
-        return bool(self._tasks or self._loading or self._writes or self._writing)
+        return bool(self._tasks or self._loading) or any(writer.is_busy for writer in self.writers.values())
 
     @property
     def index(self) -> TierIndex | None:
@@ -435,7 +427,7 @@ class KVTiers:
         for ref in self.objects.refs(hashes, client):
             uses = self._uses.use(ref.name)
             if uses >= least_uses and self._is_lacking(ref):
-                self._under_way.add(ref.name)
+                self._under_way[ref.name] = 1
                 if due and due[-1].end_row == ref.first_row and not self._groups.windowed:
                     due[-1].refs += (ref,)
                 else:  # what is sent of windows depends on where a transfer ends
@@ -451,7 +443,8 @@ class KVTiers:
         tokens = self.object_rows * self._block_size
         cost_s = self._link_token_s + sum(tier.write_cpu_s for tier in self.storage) / tokens
         has_room = any(tier.num_bytes() < ROOM_SHARE * tier.max_bytes for tier in self.storage if tier.max_bytes)
-        return (has_room or not self.storage) and not self._writes and cost_s <= CHEAP_SHARE * token_s
+        is_idle = not any(writer.num_waiting for writer in self.writers.values())
+        return (has_room or not self.storage) and is_idle and cost_s <= CHEAP_SHARE * token_s
 
     def _is_lacking(self, ref: ObjectRef) -> bool:
         if ref.name in self._under_way:
@@ -459,13 +452,13 @@ class KVTiers:
         return bool(self._lacking(ref)) if self.storage else ref.name not in self.host
 
     def _lacking(self, ref: ObjectRef) -> tuple[StorageTier, ...]:
-        """Return the storage tiers that are not known to hold an object."""
-        return tuple(tier for tier in self.storage if not tier.is_resting and not tier.holds(ref.name))
+        """Return the storage tiers that take writes and are not known to hold an object."""
+        return tuple(tier for tier in self.storage if tier.takes_writes and not tier.holds(ref.name))
 
     def drop(self, run: ObjectRun) -> None:
         """Count a run that is not written, since its blocks are gone or there is no room."""
         for ref in run.refs:
-            self._under_way.discard(ref.name)
+            del self._under_way[ref.name]
             for tier in self._lacking(ref):
                 tier.count("dropped")
 
@@ -475,7 +468,8 @@ class KVTiers:
         Where there is room for the first objects alone, the run is cut to these.
         `lacking_groups` are groups whose rows the worker has no more: what it sends for them means nothing.
         """
-        if self._worker is None or self._is_closing or len(self._writes) + len(run.refs) > MOST_WRITES:
+        num_waiting = max((writer.num_waiting for writer in self.writers.values()), default=0)
+        if self._worker is None or self._is_closing or num_waiting + len(run.refs) > MOST_WRITES:
             return None
         objects: list[HostObject] = []
         for ref in run.refs:
@@ -519,28 +513,17 @@ class KVTiers:
         for ref, one in reversed(list(zip(run.refs, objects, strict=True))):
             for group in lacking_groups:
                 self.host.give_back(one, group)
-            kept = self.host.add(one)
-            if kept is not one:
-                kept.pins += 1
-            self._writes.append(_Write(ref, kept, self._lacking(ref)))
-        if self._writing is None:
-            self._writing = asyncio.create_task(self._write_all(), name="tiers' writer")
+            kept, tiers = self.host.add(one), self._lacking(ref)
+            one.pins -= 1
+            self._under_way[ref.name] = len(tiers) + 1
+            for tier in tiers:
+                self.writers[tier].add(ref, kept)
+            self._write_ended(ref)
 
-    async def _write_all(self) -> None:
-        """Write what waits, one object after the other, for `write_share` of the time at most."""
-        try:
-            while self._writes:
-                write = self._writes[0]
-                seconds = 0.0
-                sections = [self.objects.section(write.one, group) for group in sorted(write.one.blocks)]
-                for tier in write.tiers:
-                    seconds += await tier.write(write.ref, sections)
-                self._writes.popleft().one.pins -= 1
-                self._under_way.discard(write.ref.name)
-                if not self._is_closing:
-                    await asyncio.sleep(seconds * (1.0 / self.write_share - 1.0))
-        finally:
-            self._writing = None
+    def _write_ended(self, ref: ObjectRef) -> None:
+        self._under_way[ref.name] -= 1
+        if self._under_way[ref.name] <= 0:
+            del self._under_way[ref.name]
 
     def _track(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

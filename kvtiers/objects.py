@@ -121,10 +121,6 @@ class ObjectHeader(msgspec.Struct, frozen=True, array_like=True):
     def rows(self) -> ObjectRows:
         return ObjectRows(self.first_row, self.row_hashes, self.previous)
 
-    def section_of(self, group: int) -> int | None:
-        """Return the index of the group's section, or None where the object has none."""
-        return next((index for index, section in enumerate(self.sections) if section.group == group), None)
-
 
 def section_bytes(layout: KVLayout, group: int, num_rows: int) -> int:
     """Return the bytes of a section: a block of each row in each tensor that the group's layers write into."""

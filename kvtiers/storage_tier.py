@@ -38,6 +38,8 @@ ResultT = TypeVar("ResultT")
 
 NEWEST = 0.2
 """Weight of the newest read in what reads are predicted to take."""
+QUICKER = 0.5
+"""The same where it was quicker to open than predicted."""
 FIRST_BYTES_PER_S = 500e6
 """Bytes a second of a storage that nobody has read yet."""
 FAILURES = 3
@@ -51,6 +53,10 @@ HEADERS_AT_ONCE = 64
 """Headers that a scan reads in one call."""
 MOST_SEEN = 1 << 16
 """Objects of a storage without an index that are remembered as stored there."""
+
+
+HANGING_S = 1.0
+"""Seconds after which the oldest of reads that hold all threads counts as hanging."""
 
 
 class Calls(Protocol):
@@ -93,6 +99,37 @@ class _Headers(NamedTuple):
 
 
 @dataclass(eq=False)
+class _Rests:
+    """Failures of one kind of a storage's calls, after FAILURES of which in a row it rests for a while."""
+
+    clock: Clock
+    _failures: int = 0
+    _until: float = 0.0
+
+    @property
+    def is_resting(self) -> bool:
+        return self.clock() < self._until
+
+    @property
+    def has_failed(self) -> bool:
+        """True where the last call failed."""
+        return self._failures > 0
+
+    def succeeded(self) -> None:
+        """Note a call that ended well."""
+        self._failures = 0
+
+    def failed(self) -> float:
+        """Note a call that failed; return the seconds of the rest that begins with it, 0 for none."""
+        self._failures += 1
+        if self._failures % FAILURES:
+            return 0.0
+        rest_s = min(FIRST_REST_S * 2.0 ** (self._failures // FAILURES - 1), LONGEST_REST_S)
+        self._until = self.clock() + rest_s
+        return rest_s
+
+
+@dataclass(eq=False)
 class StorageTier:
     """Reads and writes one storage's objects, counts what happens, and predicts what reads take.
 
@@ -118,13 +155,14 @@ class StorageTier:
     cpu_clock: Clock = time.thread_time
     _counts: dict[str, float] = field(default_factory=dict, init=False)
     _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict, init=False)  # objects without an index
-    _failures: int = field(default=0, init=False)
-    _rests_until: float = field(default=0.0, init=False)
+    _reading: dict[object, float] = field(default_factory=dict, init=False)  # reads' beginnings, the oldest first
+    _is_hanging: bool = field(default=False, init=False)  # a write
     _is_late: bool = field(default=False, init=False)  # somebody gave up waiting, and no read has ended since
     _unprobed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.read_token_s = self.layout.token_bytes / FIRST_BYTES_PER_S
+        self._read_rests, self._write_rests = _Rests(self.clock), _Rests(self.clock)
 
     def stats(self) -> TierStats:
         """Return the tier's numbers now."""
@@ -147,8 +185,17 @@ class StorageTier:
 
     @property
     def is_resting(self) -> bool:
-        """True while the storage is left alone, because it failed or because all its threads hang."""
-        return self.clock() < self._rests_until or (self.reads.is_full and (self._failures > 0 or self._is_late))
+        """True while nothing is read, because reads failed or because all threads hang."""
+        if not self.reads.is_full:
+            return self._read_rests.is_resting
+        oldest = next(iter(self._reading.values()), self.clock())
+        hangs = self._is_late or self._read_rests.has_failed or self.clock() - oldest > HANGING_S
+        return hangs or self._read_rests.is_resting
+
+    @property
+    def takes_writes(self) -> bool:
+        """False while nothing is written, because writes failed or one hangs."""
+        return not (self._is_hanging or self._write_rests.is_resting)
 
     def holds(self, name: bytes) -> bool:
         """Return True where the object is known to be here, or was when it was last read or written."""
@@ -172,7 +219,8 @@ class StorageTier:
     async def read(self, ref: ObjectRef, wanted: Mapping[int, SectionData]) -> frozenset[int]:
         """Fill the wanted groups' buffers; return the groups that are whole now. Empty: a miss of whatever kind."""
         self.count("lookups")
-        began = self.clock()
+        began, call = self.clock(), object()
+        self._reading[call] = began
         try:
             found, opened_s = await self.reads.run(lambda: self._read(ref, wanted))
         except BlobMissing:
@@ -185,21 +233,23 @@ class StorageTier:
             self.count("quarantined")
             self._missing(ref)
             _log.warning("an object of the %s tier is damaged, and put aside: %s", self.name, error)
-        except (OSError, EOFError) as error:
-            self._failed("read", error)
+        except Exception as error:  # whatever it is, it is a miss
+            self._failed("read", error, self._read_rests)
         else:
-            self._failures = 0
+            self._read_rests.succeeded()
             seconds = self.clock() - began
             num_bytes = sum(buffer.nbytes for group in found for buffer in wanted[group].buffers)
             self.count("hits", bool(found))
             self.count("read_bytes", num_bytes)
             self.count("read_seconds", seconds)
             self.hit_share += NEWEST * (1.0 - self.hit_share)
-            self.read_s += NEWEST * (opened_s - self.read_s)
+            # A storage that is quick again is trusted at once.
+            self.read_s += (NEWEST if opened_s > self.read_s else QUICKER) * (opened_s - self.read_s)
             self._is_here(ref)
             return found
         finally:
             self._is_late = False
+            del self._reading[call]
         return frozenset()
 
     def learn(self, num_tokens: int, seconds: float, weight: float) -> None:
@@ -211,22 +261,26 @@ class StorageTier:
         began = self.clock()
         try:
             cpu_s = await self.writes.run(lambda: self._write(ref, sections))
-        except OSError as error:
-            self._failed("write", error)
-        except ValueError as error:  # a fault of ours: no reason to write nothing any more
-            self.count("errors")
-            _log.error("an object could not be written to the %s tier: %s", self.name, error)
+        except Exception as error:  # whatever it is, the next object may do
+            self._failed("write", error, self._write_rests)
         else:
-            self._failures = 0
+            self._write_rests.succeeded()
             self.write_cpu_s += NEWEST * (cpu_s - self.write_cpu_s)
             self.count("written_objects")
             self.count("written_bytes", sum(buffer.nbytes for one in sections for buffer in one.buffers))
             self.count("write_seconds", self.clock() - began)
             self._is_here(ref)
+        self._is_hanging = False
         if self.index is not None:
             while self.evicted:
                 self.index.discard(name_in(self.evicted.popleft()))
         return self.clock() - began
+
+    def write_hangs(self) -> None:
+        """Note that the write under way takes too long: nothing else is written before it ends."""
+        self._is_hanging = True
+        self.count("errors")
+        _log.warning("a write to the %s tier hangs", self.name)
 
     async def look(self) -> None:
         """Warn where the storage can't be listed: a wrong bucket looks like one that has nothing."""
@@ -321,10 +375,19 @@ class StorageTier:
             _log.warning("%s can't be put aside: %s", key, error)
 
     def _write(self, ref: ObjectRef, sections: Sequence[SectionData]) -> float:
-        """Return the seconds of a core that it took."""
+        """Return the seconds of a core that it took. What another worker has written already is left as it is."""
         began = self.cpu_clock()
+        if self.index is None and self._is_there(ref):
+            return self.cpu_clock() - began
         write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher)
         return self.cpu_clock() - began
+
+    def _is_there(self, ref: ObjectRef) -> bool:
+        try:
+            with open_object(self.blobs, ref.key, self.layout, self.cipher):
+                return True
+        except (BlobMissing, ObjectDamaged):
+            return False
 
     # --- inside ---
 
@@ -343,12 +406,9 @@ class StorageTier:
             self._seen.pop(ref.name, None)
             self.hit_share -= NEWEST * self.hit_share
 
-    def _failed(self, what: str, error: BaseException) -> None:
+    def _failed(self, what: str, error: BaseException, rests: _Rests) -> None:
         self.count("errors")
-        self._failures += 1
-        if self._failures % FAILURES == 0:
-            rest_s = min(FIRST_REST_S * 2 ** (self._failures // FAILURES - 1), LONGEST_REST_S)
-            self._rests_until = self.clock() + rest_s
-            _log.warning("the %s tier rests for %.0f s: its %s failed: %s", self.name, rest_s, what, error)
+        if rest_s := rests.failed():
+            _log.warning("the %s tier's %ss rest for %.0f s: %s", self.name, what, rest_s, error)
         else:
             _log.info("a %s of the %s tier failed: %s", what, self.name, error)

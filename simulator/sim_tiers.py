@@ -70,7 +70,7 @@ class SimStorage:
         if plan.has_shared:
             storage.append(self._tier("shared", "shared", plan, store.layout, clock))
         tiers = KVTiers(
-            identity=KVIdentity(store.layout, "", "float32"),
+            identity=KVIdentity(store.layout, "", "float32", plan.object_tokens),
             object_tokens=plan.object_tokens,
             host=HostTier(store),
             storage=storage,

@@ -75,7 +75,7 @@ def make_tiers(
         "clock": time.monotonic,
     }
     tiers = KVTiers(
-        identity=KVIdentity(layout, loaded.weights or "", loaded.dtype),
+        identity=KVIdentity(layout, loaded.weights or "", loaded.dtype, config.object_tokens),
         object_tokens=config.object_tokens,
         host=HostTier(store),
         storage=storage_of(config, layout),

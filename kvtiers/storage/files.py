@@ -15,6 +15,7 @@ Errors are OSErrors that name the file.
 """
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ from pathlib import Path
 
 from twostroke.kvtiers.identity import FORMAT_VERSION
 from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
+
+_log = logging.getLogger(__name__)
 
 OUR_FOLDER = "twostroke-kv"
 STALE_S = 600.0
@@ -212,6 +215,11 @@ class FileBlobs:
         try:
             entries = list(os.scandir(folder))
         except FileNotFoundError:
+            return
+        except OSError as error:
+            if not above:
+                raise
+            _log.warning("%s can't be listed, and its objects are passed over: %s", folder, error)
             return
         for entry in entries:
             key = above + entry.name

@@ -168,8 +168,9 @@ class TransformersModel:
         check_contexts(self.shape, parallel, block_size)
 
     def digest(self) -> str:
-        """16 hex digits, as Checkpoint.digest: of config.json and of every tensor that is used."""
-        sha = hashlib.sha256(f"{transformers.__name__} {json.dumps(self._raw, sort_keys=True)}".encode())
+        """16 hex digits, as Checkpoint.digest: of the package that computes, config.json, and every tensor used."""
+        package = f"{transformers.__name__} {transformers.__version__}"
+        sha = hashlib.sha256(f"{package} {json.dumps(self._raw, sort_keys=True)}".encode())
         for name, content in self.tensors.contents():
             sha.update(name.encode() + xxhash.xxh3_128_digest(content))
         return sha.hexdigest()[:16]

@@ -63,7 +63,7 @@ class TierAgainstModel(RuleBasedStateMachine):
             missing -= sum(map(len, self.owned[evicted[-1]].values()))
         blocks = self.tier.allocate(rows)
         assert (blocks is None) == (missing > 0)
-        for key in evicted:
+        for key in evicted if blocks is not None else ():
             assert key not in self.tier
             assert not self.kept.pop(key).blocks
             del self.owned[key], self.pins[key]

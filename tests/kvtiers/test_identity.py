@@ -27,7 +27,7 @@ OTHER_LAYOUTS: dict[str, Any] = {
     "parts": (0, 1),
 }
 OF_THE_CUT = {"tp_size", "pp_size", "context_ranks"}
-OTHERS = {"layout": None, "weights": "int8", "compute_dtype": "float32", "adapter": "some"}
+OTHERS = {"object_tokens": 512, "layout": None, "weights": "int8", "compute_dtype": "float32", "adapter": "some"}
 
 records = st.dictionaries(st.text(max_size=3), st.binary(max_size=6), max_size=4)
 

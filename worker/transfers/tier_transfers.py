@@ -61,14 +61,17 @@ class TierTransfers:
         num_cached = len(sequence.token_ids) - job.num_uncached
         if job.wants_transfer or len(hashes) * sequence.block_size < num_cached + self.config.min_pull_tokens:
             return
-        left_s = job.request.promise.ttft_left_s
+        spare_s = math.inf  # that a read may take and fail, so that the first token still comes in time
+        if (left_s := job.request.promise.ttft_left_s) is not None:
+            computing_s = self.computing_s(num_cached, len(sequence.token_ids))
+            spare_s = max(0.0, left_s - computing_s if computing_s < left_s else left_s)
         read = self.tiers.begin_read(
             job.request.request_id,
             hashes,
             job.request.client,
             num_cached=num_cached,
             spared_s=lambda end: self.computing_s(num_cached, end),
-            most_wait_s=math.inf if left_s is None else max(0.0, left_s),
+            most_wait_s=spare_s,
         )
         if read is not None:
             job.awaits_offer = job.reads_tiers = True
