@@ -5,6 +5,7 @@ another blob's. A writer that is killed leaves nothing, or the beginning of a bl
 """
 
 import asyncio
+import errno
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,8 @@ class MemoryBlobs:
     def write(self, key: str, parts: Sequence[memoryview]) -> None:
         if self._is_due("fail_write"):
             raise OSError("the storage fails this write")
+        if self._is_due("full"):
+            raise OSError(errno.ENOSPC, "no space is left", key)
         data = b"".join(parts)
         self.blobs[key] = data[: self._draw.randrange(len(data))] if self._is_due("tear") else data
 

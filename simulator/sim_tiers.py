@@ -2,12 +2,15 @@
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from twostroke.kvtiers.host_tier import HostTier
 from twostroke.kvtiers.identity import KVIdentity
 from twostroke.kvtiers.kv_tiers import KVTiers
+from twostroke.kvtiers.storage.blobs import BlobStore
+from twostroke.kvtiers.storage.quota import QuotaBlobs
 from twostroke.kvtiers.storage_tier import StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtransfer.config import TransferConfig
@@ -29,6 +32,7 @@ class TierPlan:
     object_tokens: int
     host_blocks: int
     has_disk: bool  # one for each role, whose workers share it
+    disk_bytes: int
     has_shared: bool
     call_s: float  # longest time of a call of a storage
 
@@ -84,7 +88,10 @@ class SimStorage:
     def _tier(
         self, name: str, storage: str, plan: TierPlan, layout: KVLayout, clock: Callable[[], float]
     ) -> StorageTier:
-        blobs = self.blobs.setdefault(storage, MemoryBlobs(self._draw))
+        blobs: BlobStore = self.blobs.setdefault(storage, MemoryBlobs(self._draw))
+        evicted: deque[str] = deque()
+        if name == "disk":
+            blobs = QuotaBlobs(blobs, plan.disk_bytes, clock=clock, on_evicted=evicted.append)
 
         def seconds() -> float:
             return self._draw.random() * plan.call_s
@@ -92,4 +99,6 @@ class SimStorage:
         reads, writes = VirtualCalls(THREADS, seconds), VirtualCalls(1, seconds)
         self.calls.setdefault(storage, []).extend((reads, writes))
         index = TierIndex() if name == "disk" else None
-        return StorageTier(name, blobs, layout, reads, writes, clock, index=index, cpu_clock=lambda: 0.0)
+        return StorageTier(
+            name, blobs, layout, reads, writes, clock, index=index, evicted=evicted, cpu_clock=lambda: 0.0
+        )

@@ -8,6 +8,7 @@ from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, TiersRig,
 from tests.rigs.played import played_by
 from twostroke.kvtiers import kv_tiers
 from twostroke.kvtiers.kv_tiers import FLUSH_S, ObjectRun
+from twostroke.kvtiers.tier_writer import HANG_S
 
 FOUR, TWO = prompt(4), prompt(2)
 ALL = 4 * OBJECT_TOKENS
@@ -144,6 +145,25 @@ async def test_what_could_not_be_written_is_due_at_its_next_use(rig: TiersRig, w
     # The end is written first, and has failed.
     assert rows_of(rig.used(FOUR)) == [(2 * ROWS if why == "the storage fails" else 0, 4 * ROWS)]
     await rig.idle()
+
+
+@played_by(play, has_shared=True)
+async def test_a_write_that_hangs_keeps_nothing_from_the_other_storage_and_no_memory_but_its_own(rig: TiersRig) -> None:
+    disk, shared = rig.tiers.storage
+    assert rig.shared is not None
+    rig.shared.writes.hang()
+    (run,) = rig.used(FOUR, keeps=True)
+    assert await rig.send(run, FOUR)
+    await asyncio.sleep(HANG_S + 1.0)
+    assert (rig.stats().written_objects, shared.stats().written_objects) == (4, 0)
+    assert (shared.stats().errors, shared.stats().dropped) == (1, 3)
+    assert rig.host.num_pinned == 1
+    assert not shared.takes_writes
+    assert disk.takes_writes
+    rig.shared.writes.go_on()
+    await rig.idle()
+    assert shared.takes_writes
+    assert shared.stats().written_objects == 1
 
 
 # --- limits ---

@@ -172,7 +172,8 @@ class Injector:
 
     async def _hang_storage(self, which: int) -> int:
         storage = self.fleet.storage
-        calls = [one for name in sorted(storage.calls) for one in storage.calls[name]]
+        names = sorted(storage.calls)
+        calls = storage.calls[names[which % len(names)]] if names else []
         for one in calls:
             one.hang()
         await asyncio.sleep(_draw(which, SHORT_S + LONG_S))

@@ -22,12 +22,13 @@ from twostroke.simulator.sim_tiers import TierPlan
 STORAGE_FAULTS = (
     "fail_read",
     "fail_write",
+    "full",  # the disk has no room, though the quota is kept
     "lose",  # a blob is gone
     "flip",  # a bit of a blob is another one
     "truncate",
     "swap",  # another blob comes in its place
     "tear",  # half a blob is stored
-    "hang_storage",  # no call ends for some time
+    "hang_storage",  # no call of one storage ends for some time
 )
 
 
@@ -67,6 +68,7 @@ def make_tiered(seed: int, *, with_faults: bool = False) -> Scenario:
             object_tokens=rows * block_size,
             host_blocks=int((rows + needed * draw.choice((0.3, 1.0, 2.0))) * (1 + len(base.windows))),
             has_disk=draw.random() < 0.8,
+            disk_bytes=draw.choice((2_000, 20_000, 10**9)),
             has_shared=draw.random() < 0.5,
             call_s=draw.choice((0.0, 0.001, 0.01)),
         ),
