@@ -14,8 +14,8 @@ A damaged object must never become a wrong token, so a reader believes nothing t
 - The object's name must be that of the header's last block (identity.object_name), and all sizes those of the layout.
 - The blob must have exactly the length that the preamble tells.
 
-Digests are xxh3-128. They find damage, not malice: whoever can write into a tier can make objects. Where that is no
-matter of trust, an ObjectCipher encrypts sections with AES-256-GCM, and the tags are the digests, the header's too.
+Digests are xxh3-128. They find damage, not malice: whoever can write into a tier can make objects. Where not all of
+these are trusted, an ObjectCipher encrypts sections with AES-256-GCM, and the tags are the digests, the header's too.
 Header fields stay readable: names, sizes, and hashes that tenants' salts key.
 
 Everything here blocks. Payloads are neither joined nor copied, except that a cipher needs memory for what it encrypts.
@@ -266,8 +266,8 @@ def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> Obje
         if header_bytes > MAX_HEADER_BYTES:
             raise ObjectDamaged(f"its header would have {header_bytes} bytes")
         if blob.num_bytes != _PREAMBLE.size + header_bytes + payload_bytes:
-            told = _PREAMBLE.size + header_bytes + payload_bytes
-            raise ObjectDamaged(f"it has {blob.num_bytes} bytes, and tells of {told}")
+            expected = _PREAMBLE.size + header_bytes + payload_bytes
+            raise ObjectDamaged(f"it has {blob.num_bytes} bytes, and tells of {expected}")
         packed = bytearray(header_bytes)
         blob.read_into([memoryview(packed)])
     except EOFError as error:

@@ -7,8 +7,8 @@
               beside what a cache without bounds would find
     chats     conversations of several turns, whose KV is four times the cache: tokens per second without and with
 
-Only one server computes at a time. Ratios are medians over turns. `mismatched` counts greedy answers that differ from
-those of the server without tiers: in fp32 none may.
+Only one server computes at a time. Ratios are medians over turns. `mismatched` counts greedy answers of `restart` and
+`disk` that differ from those before the restart: in fp32 none may.
 """
 
 import argparse

@@ -52,7 +52,7 @@ class TierPlace(NamedTuple):
     endpoint: str | None = None
     max_bytes: int | None = None  # the configured quota
 
-    def told(self, fault: object) -> ConfigError:
+    def error(self, fault: object) -> ConfigError:
         """Return the error that names the place and its fault."""
         colon = ":" if self.tier else ""
         return ConfigError(f"{self.setting}{colon} {self.path}: {fault}")
@@ -92,7 +92,7 @@ def _ls(_: TierPlace, tier: Tier) -> TierReport:
     rows = [("MODEL", "TENANT", "OBJECTS", "BYTES", "NEWEST")]
     for total in totals:
         tenant = f"{total.tenant} (no API key)" if total.tenant == without_key else total.tenant
-        rows.append((total.model, tenant, str(total.objects), _size_told(total.bytes), total.newest))
+        rows.append((total.model, tenant, str(total.objects), _size_text(total.bytes), total.newest))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return TierReport([total._asdict() for total in totals], lines)
@@ -165,8 +165,8 @@ def _stat(place: TierPlace, tier: Tier, *, cipher: ObjectCipher | None, is_verif
         result |= faults
     lines = []
     for name, value in result.items():
-        told = _size_told(value) if name in ("bytes", "quota") else value
-        lines.append(f"{name:12} {len(value) if name in faults else 'none' if told is None else told}")
+        shown = _size_text(value) if name in ("bytes", "quota") else value
+        lines.append(f"{name:12} {len(value) if name in faults else 'none' if shown is None else shown}")
     for kind, objects in faults.items():
         lines += [f"{kind}: {key}: {why}" for key, why in objects.items()]
     if faults.get("other_cipher"):
@@ -308,7 +308,7 @@ def _delete(tier: Tier, doomed: Sequence[BlobInfo], aside: Sequence[str], *, lef
             "left": left,
             "dry_run": is_dry_run,
         },
-        [f"{verb} {len(doomed)} objects of {_size_told(num_bytes)}{more}; {left} stay"],
+        [f"{verb} {len(doomed)} objects of {_size_text(num_bytes)}{more}; {left} stay"],
     )
 
 
@@ -344,7 +344,7 @@ def _run(
         try:
             report = reports[place.tier] = command(place, tier)
         except OSError as error:
-            raise place.told(f"{error.strerror or error}: {error.filename or place.path}") from error
+            raise place.error(f"{error.strerror or error}: {error.filename or place.path}") from error
         if not arguments.json:
             heading = [f"{place.tier}: {place.path}"] if place.tier else []
             above = [""] if len(reports) > 1 else []
@@ -399,11 +399,11 @@ def _tier(place: TierPlace, *, has_others: bool) -> Tier:
     if not directory.is_dir():
         way_out = "run this where a worker runs" if place.tier else "give one, or s3://BUCKET/PREFIX"
         way_out += ", or choose the other tier by --tier" if has_others else ""
-        raise place.told(f"there is no such directory on this machine; {way_out}")
+        raise place.error(f"there is no such directory on this machine; {way_out}")
     if OUR_FOLDER in directory.absolute().parts:
         parts = directory.absolute().parts
         above = Path(*parts[: parts.index(OUR_FOLDER)])
-        raise place.told(f"it lies within a tier; give the directory above: {above}")
+        raise place.error(f"it lies within a tier; give the directory above: {above}")
     return FileBlobs(directory, sync=False)
 
 
@@ -451,7 +451,7 @@ def _age(text: str) -> float:
     return float(match[1]) * _AGE_UNITS[match[2]]
 
 
-def _size_told(num_bytes: int) -> str:
+def _size_text(num_bytes: int) -> str:
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -39,7 +39,7 @@ _RANGE_BYTES = 4 << 20
 """Bytes from which on it is quicker to ask anew than to receive what is skipped: what comes in a round trip."""
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([^?#]*))?")
 _MESSAGE = 300
-"""Letters of the client's messages that are told."""
+"""Most letters of the client's message in an error."""
 _REQUEST = re.compile(r"(?:Generic S3 error: )?(?:Error performing \w+ request: )?Error performing (?=\w+)|http\S+ ")
 
 
@@ -74,7 +74,7 @@ class BucketReader:
         if num_bytes >= _RANGE_BYTES + len(self._piece) and self._offset < self.num_bytes:
             from obstore import get
 
-            with _told_as_os_errors(self._place):
+            with _as_os_errors(self._place):
                 # The same object, or none: another writer may have put one in its place.
                 response = get(
                     self._store, self._place, options={"range": {"offset": self._offset}, "if_match": self._tag}
@@ -90,7 +90,7 @@ class BucketReader:
             num_bytes -= passed
 
     def _receive(self) -> None:
-        with _told_as_os_errors(self._place):
+        with _as_os_errors(self._place):
             piece = next(self._stream, None)
         if piece is None:
             raise EOFError("the object ends before")
@@ -142,7 +142,7 @@ class BucketBlobs:
 
         place = _place_of(key)
         try:
-            with _told_as_os_errors(place):
+            with _as_os_errors(place):
                 response = get(self._store, place)
         except FileNotFoundError as error:
             raise BlobMissing(key) from error
@@ -152,7 +152,7 @@ class BucketBlobs:
         """Store an object in one piece. Raises OSError."""
         from obstore import put
 
-        with _told_as_os_errors(place := _place_of(key)):
+        with _as_os_errors(place := _place_of(key)):
             put(self._store, place, [part for part in parts if len(part)], use_multipart=False)
 
     def delete(self, key: str) -> None:
@@ -165,7 +165,7 @@ class BucketBlobs:
 
         place = _place_of(key)
         try:
-            with _told_as_os_errors(place):
+            with _as_os_errors(place):
                 copy(self._store, place, f"quarantine/{quarantine_name(key)}")
         except FileNotFoundError:
             return
@@ -197,7 +197,7 @@ class BucketBlobs:
 
         stream = iter(list_objects(self._store, folder))
         while True:
-            with _told_as_os_errors(folder):
+            with _as_os_errors(folder):
                 page = next(stream, None)
             if page is None:
                 return
@@ -209,7 +209,7 @@ class BucketBlobs:
         from obstore import delete
 
         try:
-            with _told_as_os_errors(place):
+            with _as_os_errors(place):
                 delete(self._store, place)
         except FileNotFoundError:
             return
@@ -221,7 +221,7 @@ def _place_of(key: str) -> str:
 
 
 @contextmanager
-def _told_as_os_errors(place: str) -> Iterator[None]:
+def _as_os_errors(place: str) -> Iterator[None]:
     """Raise the client's errors as OSErrors that name the object."""
     from obstore.exceptions import BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
