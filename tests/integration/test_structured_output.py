@@ -235,10 +235,10 @@ async def test_workers_wait_for_no_grammar_of_a_client_that_has_gone(monkeypatch
         asked = asyncio.create_task(here.ask(guided_regex="(FOO){100}"))
         try:
             async with asyncio.timeout(20):
-                while len(compiled) < 2 or not worker._compiling:  # noqa: ASYNC110  (nothing tells of it)
+                while len(compiled) < 2 or not worker._grammars._tasks:  # noqa: ASYNC110  (nothing tells of it)
                     await asyncio.sleep(0.005)
                 asked.cancel()
-                while worker._compiling:  # noqa: ASYNC110
+                while worker._grammars._tasks:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
         finally:
             release.set()
