@@ -32,7 +32,7 @@ class TierPlan:
     object_tokens: int
     host_blocks: int
     has_disk: bool  # one for each role, whose workers share it
-    disk_bytes: int
+    disk_bytes: int = 10**9
     has_shared: bool
     call_s: float  # longest time of a call of a storage
 

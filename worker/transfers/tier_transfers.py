@@ -85,7 +85,12 @@ class TierTransfers:
         return costs.prefill_s(end - num_before, num_before, self.config.max_step_tokens)
 
     def request_ended(self, job: WorkerJob) -> None:
-        """Count the use of a sequence's objects, and send the tiers what is to be written. Never waits."""
+        """Count the use of a sequence's objects, and send the tiers what is to be written. Never waits.
+
+        The choices of one request count once: it is their prompt that may come again.
+        """
+        if job.request.log_context.choice > 0:
+            return
         costs, names = self.costs(), job.sequence.block_hashes
         hashes = names[: self.pool.lookup(names)]  # not the last token's block, nor what was never computed
         token_s = 0.0 if costs is None else costs.prompt_s(TYPICAL_TOKENS) / TYPICAL_TOKENS

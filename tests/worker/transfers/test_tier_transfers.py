@@ -13,7 +13,7 @@ import pytest
 
 from tests.rigs.played import Script, played_by
 from tests.worker.worker_rig import BLOCK, SECRET, Rig, a_moment, a_request, begin, running_worker, source_beside
-from twostroke.protocol.requests import Promise
+from twostroke.protocol.requests import LogContext, Promise
 from twostroke.protocol.stats import Role, TierStats
 from twostroke.simulator.memory_blobs import MemoryBlobs
 from twostroke.simulator.sim_tiers import SimStorage, TierPlan
@@ -216,6 +216,15 @@ async def test_requests_of_one_prompt_that_end_together_have_it_written_once(sce
         await asyncio.gather(*(rig.ask(a_request(42, f"r{number}")) for number in range(4)))
         await idle(rig)
         assert disk(rig).written_objects == len(scene.blobs.blobs) == 5
+
+
+@of_both_roles()
+async def test_the_choices_of_one_request_are_one_use_of_its_prompt(scene: Scene) -> None:
+    async with scene.worker() as rig:
+        for choice in range(3):
+            await rig.ask(a_request(42, f"c{choice}", log_context=LogContext("client's", choice=choice)))
+        await idle(rig)
+        assert not scene.blobs.blobs
 
 
 @of_both_roles(num_blocks=14)
