@@ -25,16 +25,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGTP]i?)?B?")
 _POWERS = {letter: power for power, letter in enumerate("KMGTP", 1)}
 
 
-def parse_size(value: object) -> object:
-    """Return the bytes of a text such as `4GiB` (of 2**30) or `1.5 TB` (of 10**12); any other value as it is.
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as `4GiB` (of 2**30) or `1.5 TB` (of 10**12).
 
     Raises ValueError for a text that is no size.
     """
-    if not isinstance(value, str):
-        return value
-    found = _SIZE.fullmatch(value.strip())
+    found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ValueError(f"{value!r} is no size: write a number of bytes, or a text such as 4GiB or 500MB")
+        raise ValueError(f"{text!r} is no size: write a number of bytes, or a text such as 4GiB or 500MB")
     unit = found[2] or ""
     return int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS.get(unit[:1].upper(), 0))
 
@@ -42,7 +40,7 @@ def parse_size(value: object) -> object:
 ByteSize = Annotated[
     int,
     Ge(0),
-    BeforeValidator(parse_size),
+    BeforeValidator(lambda value: parse_size(value) if isinstance(value, str) else value),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": _SIZE.pattern}, {"type": "integer", "minimum": 0}]}),
 ]
 """Bytes, which a configuration may write as a text with a unit."""

@@ -26,10 +26,10 @@ from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing
 from twostroke.kvtiers.storage.bucket import BucketBlobs
 from twostroke.kvtiers.storage.files import OUR_FOLDER, FileBlobs, key_in_quarantine
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import parse_size
 from twostroke.router.http.tenants import cache_salt
 
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _AGE_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 _NO_KEY = "-"
@@ -437,10 +437,11 @@ def _tenant(text: str, arguments: argparse.Namespace, config: ClusterConfig | No
 
 
 def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"--max-bytes {text}: write a number and its unit, as in 50GiB, 500MB or 2TB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    """Return the bytes of a size. Raises ConfigError."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--max-bytes {text}: write a number and its unit, as in 50GiB, 500MB or 2TB") from error
 
 
 def _age(text: str) -> float:
