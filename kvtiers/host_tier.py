@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from twostroke.kvtransfer.link import HostStore
+from twostroke.kvtransfer.transports.host_units import adjacent_runs
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups
 
 
@@ -95,9 +96,8 @@ class HostTier:
 
     def free(self, one: HostObject) -> None:
         """Give back the blocks of an object that is not kept."""
-        for _, block_ids in one.blocks.values():
-            self._free.extend(reversed(block_ids))
-        one.blocks.clear()
+        for group in list(one.blocks):
+            self.give_back(one, group)
 
     def give_back(self, one: HostObject, group: int) -> None:
         """Give back an object's blocks of one group. Harmless where it has none."""
@@ -127,14 +127,8 @@ class HostTier:
         Adjacent blocks are one view. Tensors that the group leaves alone hold other objects' bytes, and are left out.
         """
         size = self.store.layout.block_bytes
-        runs: list[list[int]] = []
-        for block_id in block_ids:
-            if runs and runs[-1][1] == block_id:
-                runs[-1][1] += 1
-            else:
-                runs.append([block_id, block_id + 1])
         tensors = [self._tensors[tensor] for tensor in self.groups.tensors_of_group[group]]
-        return [tensor[first * size : end * size] for tensor in tensors for first, end in runs]
+        return [tensor[first * size : end * size] for tensor in tensors for first, end in adjacent_runs(block_ids)]
 
     def table(self, objects: Sequence[HostObject]) -> list[int]:
         """Return the block table of a prefix that ends with these objects, one after the other; NO_BLOCK elsewhere."""

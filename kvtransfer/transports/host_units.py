@@ -71,15 +71,9 @@ class HostUnits:
         views: list[memoryview] = []
         size = self.unit_bytes
         for segment in segments:
-            ids = segment.unit_ids
             self._check(segment)
             layer = self._layers[segment.layer]
-            start = 0
-            for end in range(1, len(ids) + 1):
-                if end == len(ids) or ids[end] != ids[end - 1] + 1:
-                    first = ids[start]
-                    views.append(layer[first * size : (first + end - start) * size])
-                    start = end
+            views += [layer[first * size : end * size] for first, end in adjacent_runs(segment.unit_ids)]
         return views
 
     def pack(self, segments: Sequence[Segment], out: Buffer) -> None:
@@ -161,6 +155,17 @@ class HostWire:
         for part in split_segments(segments, range(0, count_units(segments), self._batch_units)):
             count = count_units(part)
             yield part, self._raw[: count * self._units.unit_bytes], self._wire[: count * self._cut.unit_bytes]
+
+
+def adjacent_runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs in which ids count up by one, each as its first id and the one behind its last."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or ids[end] != ids[end - 1] + 1:
+            runs.append((ids[start], ids[start] + end - start))
+            start = end
+    return runs
 
 
 def batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
