@@ -104,7 +104,6 @@ class KVTiers:
     """The tiers of one worker, in the order in which they are looked up; the host's comes first."""
 
     identity: KVIdentity
-    object_tokens: int
     host: HostTier
     storage: Sequence[StorageTier]
     sender: KVSender
@@ -124,7 +123,7 @@ class KVTiers:
 
     def __post_init__(self) -> None:
         layout = self.host.store.layout
-        self.object_rows = max(1, self.object_tokens // layout.block_size)
+        self.object_rows = max(1, self.identity.object_tokens // layout.block_size)
         self._block_size = layout.block_size
         self.writers: dict[StorageTier, TierWriter] = {}
         self.objects = PrefixObjects(self.identity.digest, self.object_rows, self.host)

@@ -75,7 +75,6 @@ class SimStorage:
             storage.append(self._tier("shared", "shared", plan, store.layout, clock))
         tiers = KVTiers(
             identity=KVIdentity(store.layout, "", "float32", plan.object_tokens),
-            object_tokens=plan.object_tokens,
             host=HostTier(store),
             storage=storage,
             sender=parts.sender,

@@ -76,7 +76,6 @@ def make_tiers(
     }
     tiers = KVTiers(
         identity=KVIdentity(layout, loaded.weights or "", loaded.dtype, config.object_tokens),
-        object_tokens=config.object_tokens,
         host=HostTier(store),
         storage=storage_of(config, layout),
         sender=KVSender(**parts),

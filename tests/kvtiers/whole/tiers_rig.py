@@ -257,8 +257,7 @@ def play(
             if shared is not None:
                 storage.append(tier("shared", shared, None))
             tiers = KVTiers(
-                identity=KVIdentity(layout, "", "float32"),
-                object_tokens=OBJECT_TOKENS,
+                identity=KVIdentity(layout, "", "float32", OBJECT_TOKENS),
                 host=HostTier(store),
                 storage=storage,
                 sender=own.sender,
