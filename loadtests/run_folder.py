@@ -48,6 +48,7 @@ class Record(msgspec.Struct, frozen=True):
     token_s: tuple[float, ...] = ()  # when each event that brought text or a token came; the first: one with text
     stages: dict[str, float] | None = None  # the server's own durations, where it tells them (usage.stages)
     request_id: str | None = None
+    is_unreadable: bool = False  # failed since the client could not read the response, which says nothing of the server
 
     @property
     def lag_s(self) -> float:

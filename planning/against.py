@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from twostroke.cluster.local.asking import fetch_status
+from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.capacity import at_rate
 from twostroke.loadtests.generator.run_facts import served_model
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
-from twostroke.loadtests.report.figures import read_observations
+from twostroke.loadtests.report.figures import read_observations, summarise
 from twostroke.loadtests.run_folder import Record
 from twostroke.planning.costs.drafted_steps import repeated_of
 from twostroke.planning.costs.profiles import write_profile
@@ -120,12 +121,20 @@ def learn(url: str, folder: Path, *, seconds: float, seed: int) -> dict[Role, Wo
     for number, (arrivals, workload) in enumerate(loads):
         plan = plan_for(url, workload, seconds, seed + 1000 + number, None)
         plan = msgspec.structs.replace(plan, arrivals=arrivals)
-        records = list(run_plan(plan, folder / str(number), show=False).records())
-        found.append(profiles_of(fetch_status(url), records))
+        found.append(profiles_of(fetch_status(url), records_of(plan, folder / str(number))))
     first, *more = found
     return {
         role: msgspec.structs.replace(one, beside=more[0][role].costs) if more else one for role, one in first.items()
     }
+
+
+def records_of(plan: Plan, folder: Path) -> list[Record]:
+    """Carry out the plan and return its records. Raises LoadTestError where the run is no measurement of the server."""
+    run = run_plan(plan, folder, show=False)
+    validity = summarise(run).validity
+    if not validity.valid:
+        raise LoadTestError(f"the load on {plan.url} says nothing of the server: {'; '.join(validity.reasons)}")
+    return list(run.records())
 
 
 def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role, WorkerProfile]:
@@ -196,7 +205,7 @@ def simulated(plan: Plan, layout: Layout) -> list[Record]:
 def compare(plan: Plan, name: str, rate: float, layout: Layout, folder: Path) -> Cell:
     """Put the plan on the server, and into the simulation. Raises LoadTestError."""
     planned, counters = at_rate(plan, rate), DraftCounters.of(plan.url)
-    measured, answers, failed = figures_of(run_plan(planned, folder, show=False).records(), plan.warm_up_s)
+    measured, answers, failed = figures_of(records_of(planned, folder), plan.warm_up_s)
     layout = layout.with_repeated(counters.repeated_since(plan.url))
     expected, _, _ = figures_of(simulated(planned, layout), plan.warm_up_s)
     return Cell(name, rate, answers, failed, measured, expected, layout.decode.repeated)

@@ -119,6 +119,8 @@ def report_on(folder: Path) -> dict[str, Any]:
     print(f"{summary.name}: {words.verdict(RunFolder(folder).plan(), summary)}")
     for reason in summary.validity.reasons:
         print(f"INVALID: {reason}")
+    for error in summary.errors[:1]:
+        print(f"most common error: {error.count} {error.status}: {error.error}")
     print(f"report: {folder / PAGE_FILE}")
     return {
         "folder": str(folder),

@@ -155,8 +155,9 @@ class Conversation:
             output_tokens=answer.usage.completion_tokens,
             cached_tokens=answer.usage.cached_tokens,
             token_s=tuple(at - began for at in answer.token_times),
-            stages=answer.usage.choice_stages,
+            stages=answer.usage.stages,
             request_id=answer.request_id,
+            is_unreadable=answer.is_unreadable,
         )
         self._line.on_record(record)
         return record

@@ -33,6 +33,10 @@ class BadResponse(Exception):
     """The response is not a complete, successful stream of completions."""
 
 
+class UnreadableResponse(BadResponse):
+    """The response does not speak HTTP, or its events are no JSON: the client can't say what the server answered."""
+
+
 @dataclass(frozen=True)
 class ServerSentEvent:
     """One server-sent event."""
@@ -65,7 +69,7 @@ def response_of(arrivals: Iterable[Piece]) -> tuple[ResponseHead, Iterator[Piece
     status_line, *lines = text.decode(errors="replace").split("\r\n")
     status = status_line.split(" ", 2)[1:2]
     if not status or not status[0].isdecimal():
-        raise BadResponse(f"no HTTP response: {status_line[:200]!r}")
+        raise UnreadableResponse(f"no HTTP response: {status_line[:200]!r}")
     fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     body: Iterator[Piece] = chain([(at, rest)], pieces)
     if fields.get("transfer-encoding", "").lower() == "chunked":
@@ -116,7 +120,7 @@ def _unchunked(pieces: Iterable[Piece]) -> Iterator[Piece]:
             except ValueError:
                 left = -1
             if left < 0:
-                raise BadResponse(f"no length of a chunk: {line[:50]!r}")
+                raise UnreadableResponse(f"no length of a chunk: {line[:50]!r}")
             if left == 0:
                 return
             buffered = rest
@@ -233,52 +237,57 @@ PIECES_AT_ONCE = 64
 MAX_ERROR_CHARACTERS = 300
 
 
-class PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
 class ReportedUsage(msgspec.Struct, frozen=True):
     """Usage that the server reports. None means that it reports none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-    stages: list[dict[str, float]] | None = None  # of each choice; we ask for one
+    cached_tokens: int | None = None
+    stages: dict[str, float] | None = None  # the server's own durations of our one choice, in seconds
 
-    @property
-    def cached_tokens(self) -> int | None:
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
-    @property
-    def choice_stages(self) -> dict[str, float] | None:
-        """The server's own durations."""
-        return self.stages[0] if self.stages else None
+def reported_usage(usage: Any) -> ReportedUsage:
+    """Return what is known of a response's `usage`. Servers add members and give ours other forms: these are ignored."""
+    members = usage if isinstance(usage, dict) else {}
+    details = members.get("prompt_tokens_details")
+    choices = members.get("stages")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    return ReportedUsage(
+        _count(members.get("prompt_tokens")),
+        _count(members.get("completion_tokens")),
+        _count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+        {name: float(value) for name, value in first.items() if type(value) in (int, float)} or None,
+    )
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 class StreamDelta(msgspec.Struct, frozen=True):
-    content: str | None = None
-    reasoning_content: str | None = None  # what a model thinks before it answers, by two names
-    reasoning: str | None = None
+    content: Any = None
+    reasoning_content: Any = None  # what a model thinks before it answers, by two names
+    reasoning: Any = None
 
 
 class StreamChoice(msgspec.Struct, frozen=True):
-    text: str | None = None
+    text: Any = None
     delta: StreamDelta | None = None
-    finish_reason: str | None = None
+    finish_reason: Any = None
 
     @property
     def new_text(self) -> str:
         """Text of a completion's or a chat's chunk. A model's thoughts are text that a user sees."""
         delta = self.delta or StreamDelta()
-        return self.text or delta.content or delta.reasoning_content or delta.reasoning or ""
+        texts = (self.text, delta.content, delta.reasoning_content, delta.reasoning)
+        return next((text for text in texts if text and isinstance(text, str)), "")
 
 
 class StreamChunk(msgspec.Struct, frozen=True):
-    """Fields of an event that are read; servers add more. Another type in one of these is not an answer of an OpenAI
-    server."""
+    """Fields of an event that are read. Servers add more, and have these in forms that are ignored."""
 
     choices: list[StreamChoice] | None = None
-    usage: ReportedUsage | None = None
+    usage: Any = None
     error: Any = None
 
 
@@ -293,6 +302,7 @@ class StreamedAnswer:
     token_times: list[float] = field(default_factory=list)  # the first: of the first text
     text: str = ""
     usage: ReportedUsage = field(default_factory=ReportedUsage)
+    is_unreadable: bool = False  # the client could not read it, which says nothing of the server
 
 
 _DECODE = msgspec.json.Decoder(StreamChunk).decode
@@ -307,6 +317,7 @@ def read_stream(exchange: ClientExchange, pause: Callable[[], None] = lambda: No
     except BadResponse as error:
         # Why the connection broke says more than that the answer is not whole.
         answer.error = one_line(exchange.broken or str(error))
+        answer.is_unreadable = exchange.broken is None and isinstance(error, UnreadableResponse)
     return answer
 
 
@@ -321,13 +332,18 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
     texts: list[str] = []
     ended_at: float | None = None  # the event with the reason for the end
     complete = False
+    unknown: bytes | None = None  # the first event of an unknown form
     try:
         for event in events_of(body):
             if event.data == b"[DONE]":
                 complete = True
                 break
             chunk = _chunk_of(event)
-            answer.usage = chunk.usage or answer.usage
+            if chunk is None:
+                unknown = unknown or event.data
+                continue
+            if chunk.usage is not None:
+                answer.usage = reported_usage(chunk.usage)
             for choice in chunk.choices or ():
                 text = choice.new_text
                 if text or (answer.token_times and choice.finish_reason is None):
@@ -340,6 +356,8 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
     if not complete:
         raise BadResponse("the stream has no end")
     if not answer.token_times:
+        if ended_at is None and unknown is not None:
+            raise UnreadableResponse(f"no event is a chunk of an answer, as {unknown[:100]!r} is none")
         if ended_at is None:
             raise BadResponse("the stream has no tokens")
         # Tokens without any text, such as half a character: all that a user sees is the end.
@@ -347,12 +365,15 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
     answer.status = "ok"
 
 
-def _chunk_of(event: ServerSentEvent) -> StreamChunk:
-    """Raises BadResponse for anything else, the server's errors too."""
+def _chunk_of(event: ServerSentEvent) -> StreamChunk | None:
+    """Return the event's chunk, or None for JSON of another form. Raises BadResponse for the server's errors, and
+    UnreadableResponse for what is no JSON."""
     try:
         chunk = _DECODE(event.data)
+    except msgspec.ValidationError:
+        return None
     except (msgspec.DecodeError, ValueError) as error:
-        raise BadResponse(f"an event is no chunk of an answer ({error}): {event.data[:100]!r}") from None
+        raise UnreadableResponse(f"an event is no JSON ({error}): {event.data[:100]!r}") from None
     if chunk.error:
         raise BadResponse(f"the server says {event.data[:300].decode(errors='replace')}")
     return chunk

@@ -57,6 +57,7 @@ class Observations:
     gaps_s: Floats  # of all requests
     gap_row: Ints  # the row that each gap belongs to
     faults: list[tuple[Status, int | None, str] | None]  # status, HTTP's and words, of refused and failed ones
+    unreadable: Bools  # failed since the client could not read the response
     stages: list[dict[str, float] | None]  # what the server told
     num_contradictions: int  # records whose moments can't have been in this order
 
@@ -89,6 +90,7 @@ def read_observations(records: Iterable[Record]) -> Observations:
     statuses: list[Status] = []
     kinds: list[str] = []
     faults: list[tuple[Status, int | None, str] | None] = []
+    unreadable: list[bool] = []
     stages: list[dict[str, float] | None] = []
     num_contradictions = 0
     for record in records:
@@ -104,6 +106,7 @@ def read_observations(records: Iterable[Record]) -> Observations:
         kinds.append(record.kind)
         is_fault = record.status in ("refused", "failed")
         faults.append((record.status, record.http_status, record.error or "no reason told") if is_fault else None)
+        unreadable.append(record.is_unreadable)
         stages.append(record.stages)
         num_contradictions += not _is_possible(record)
     return Observations(
@@ -113,6 +116,7 @@ def read_observations(records: Iterable[Record]) -> Observations:
         gaps_s=np.array(gaps_s),
         gap_row=np.repeat(np.arange(len(num_gaps)), num_gaps),
         faults=faults,
+        unreadable=np.array(unreadable, dtype=np.bool_),
         stages=stages,
         num_contradictions=num_contradictions,
     )
@@ -128,6 +132,8 @@ def _is_possible(record: Record) -> bool:
 
 MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
 IDLE_CPU = 0.3  # of a core: a process that used less was not late by its own work
+MAX_UNREADABLE = 0.01  # of the requests: above it the figures are of those that the client happened to understand
+MAX_FAILED = 0.9  # of the requests that were not refused: above it something is wrong that is no matter of speed
 
 
 class Validity(msgspec.Struct, frozen=True):
@@ -142,6 +148,7 @@ def judge(plan: Plan, facts: RunFacts, observed: Observations, inside: Bools) ->
     reasons = []
     if not inside.any():
         reasons.append("no request was scheduled in the window, so nothing was measured")
+    reasons += _failure_reasons(observed, inside)
     lag_limit_s = plan.slo.lag_limit_s
     lag_s = percentile((observed.sent_s - observed.scheduled_s)[inside], 99)
     if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
@@ -164,6 +171,21 @@ def judge(plan: Plan, facts: RunFacts, observed: Observations, inside: Bools) ->
         last_s = float(np.max(observed.scheduled_s)) if len(observed) else 0.0
         reasons.append(f"the run was ended early: {last_s:.0f} s of {plan.seconds:.0f} s were sent")
     return Validity(not reasons, tuple(reasons))
+
+
+def _failure_reasons(observed: Observations, inside: Bools) -> list[str]:
+    """Return why the answers do not describe the server's speed, with the commonest error; none where they do."""
+    num_answerable = int((inside & ~observed.is_status("refused")).sum())
+    num_unreadable = int((inside & observed.unreadable).sum())
+    num_failed = int((inside & observed.is_status("failed")).sum())
+    if num_unreadable > MAX_UNREADABLE * num_answerable:
+        what = f"the client could not read {num_unreadable} of {num_answerable} answers"
+    elif num_failed > MAX_FAILED * num_answerable:
+        what = f"{num_failed} of {num_answerable} requests failed"
+    else:
+        return []
+    commonest, *_ = _errors(observed, inside & observed.is_status("failed"))
+    return [f"{what}; {commonest.count} of them: {commonest.error}"]
 
 
 def _load(generator: GeneratorHealth) -> float:

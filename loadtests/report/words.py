@@ -58,8 +58,10 @@ def utilization_words(mfu: Mapping[str, float], mbu: Mapping[str, float]) -> str
 
 
 def verdict(plan: Plan, summary: Summary) -> str:
-    """Return what was asked and attained, in one or two sentences."""
+    """Return what was asked and attained, in one or two sentences; of an invalid run, that it judges nothing."""
     counts = summary.counts
+    if not summary.validity.valid:
+        return "The run is invalid, so it does not judge the server."
     if not counts.scheduled:
         return "No request was scheduled in the window."
     at_rate = f"at {number(summary.offered_rate)} requests/s."

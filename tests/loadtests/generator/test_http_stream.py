@@ -161,14 +161,14 @@ def test_a_whole_answer() -> None:
         "prompt_tokens": 7,
         "completion_tokens": 2,
         "prompt_tokens_details": {"cached_tokens": 4},
-        "stages": [{"prefill_s": 0.25}],
+        "stages": [{"path": "P then D", "prefill_s": 0.25, "resumes": 0}],
     }
     last = event({"choices": [], "usage": usage}) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     answer = read_stream(came((11.0, token_event("a")), (12.5, token_event("b", "length") + last)))
     assert (answer.status, answer.error, answer.http_status, answer.request_id) == ("ok", None, 200, "r7")
     assert (answer.token_times, answer.text) == ([11.0, 12.5], "ab")
     assert (answer.usage.completion_tokens, answer.usage.cached_tokens) == (2, 4)
-    assert answer.usage.choice_stages == {"prefill_s": 0.25}
+    assert answer.usage.stages == {"prefill_s": 0.25, "resumes": 0.0}
 
 
 def test_the_first_time_is_that_of_the_first_text_and_later_tokens_without_text_count() -> None:
@@ -213,15 +213,8 @@ def test_a_status_says_whether_the_server_would_not_or_could_not(status: int, ve
         (b"", None, "the stream has no end"),
         (b"", "the connection broke: reset by peer", "reset by peer"),
         (event({"error": {"message": "worker\nlost"}}), None, "worker"),
-        (chunk(b"data: {broken\n\n"), None, "no chunk"),
-        (chunk(b"data: \xff\n\n"), None, "no chunk"),
-        (
-            event({"choices": "none"}),
-            None,
-            "no chunk of an answer (Expected `array | null`, got `str` - at `$.choices`",
-        ),
-        (event({"choices": [{"delta": {"content": ["a"]}}]}), None, "no chunk"),
-        (event({"usage": {"completion_tokens": "two"}}), None, "no chunk"),
+        (chunk(b"data: {broken\n\n"), None, "no JSON"),
+        (chunk(b"data: \xff\n\n"), None, "no JSON"),
         (b"-5\r\nhello\r\n", None, "no length"),
     ],
 )
@@ -231,6 +224,44 @@ def test_an_answer_that_breaks_keeps_what_had_come(last: bytes, broken: str | No
     assert (answer.token_times, answer.text) == ([11.0], "a")
     assert fault in answer.error
     assert "\n" not in answer.error
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        event({"choices": "none"}),
+        event({"choices": [{"delta": "a"}]}),
+        event({"choices": [{"delta": {"content": [{"type": "text"}]}, "finish_reason": 7}]}),
+        event({"usage": "much"}),
+        event({"usage": {"completion_tokens": "two", "prompt_tokens_details": [1], "stages": {"path": "D"}}}),
+        event({"usage": {"prompt_tokens": True, "stages": ["D", 3]}}),
+        chunk(b"data: 7\n\n"),
+        chunk(b'data: "ping"\n\n'),
+    ],
+)
+def test_what_is_not_known_of_a_response_is_ignored(unknown: bytes) -> None:
+    answer = read_stream(came((11.0, token_event("a", "stop") + unknown + chunk(b"data: [DONE]\n\n"))))
+    assert (answer.status, answer.error, answer.text) == ("ok", None, "a")
+    assert answer.usage == ReportedUsage()
+
+
+@pytest.mark.parametrize(
+    ("exchange", "is_unreadable"),
+    [
+        (came((11.0, event({"type": "message_start"}) + chunk(b"data: [DONE]\n\n")), head=HEAD_WITH_ID), False),
+        (came((11.0, event({"choices": {}}) + chunk(b"data: [DONE]\n\n"))), True),
+        (came((11.0, chunk(b"data: {broken\n\n"))), True),
+        (came((11.0, chunk(b"data: {broken\n\n")), broken="the connection broke: reset"), False),
+        (came((11.0, event({"error": {"message": "lost"}}))), False),
+        (ClientExchange(10.0, [(10.0, b"SSH-2.0-OpenSSH\r\n\r\n")]), True),
+        (ClientExchange(10.0, [], "no connection: refused"), False),
+    ],
+)
+def test_what_the_client_cannot_read_is_told_from_what_the_server_fails_at(
+    exchange: ClientExchange, is_unreadable: bool
+) -> None:
+    answer = read_stream(exchange)
+    assert (answer.status, answer.is_unreadable) == ("failed", is_unreadable)
 
 
 def test_while_a_long_answer_is_read_others_may_run() -> None:

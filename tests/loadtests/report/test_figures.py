@@ -27,6 +27,7 @@ from twostroke.loadtests.report.figures import (
     summary_of,
 )
 from twostroke.loadtests.report.words import utilization_words
+from twostroke.loadtests.report.words import verdict as verdict_words
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample
 
 
@@ -384,6 +385,30 @@ def test_a_run_that_tells_of_the_generator_is_invalid(
     records: list[Record], known: dict[str, Any], reason: str
 ) -> None:
     assert verdict(*records, **known).reasons == (reason,)
+
+
+def failures(count: int, **fields: Any) -> list[Record]:
+    return [miss(2.0 + 8.0 * number / count, "failed", **fields) for number in range(count)]
+
+
+def test_a_run_in_which_nearly_all_failed_is_invalid_and_names_the_commonest_error() -> None:
+    refused = [miss(9.0, "refused", error="busy") for _ in range(300)]
+    broken = [*failures(2, error="the stream has no end"), *failures(89, error="404 no model 'x7'")]
+    assert verdict(*refused, *broken, *answers(11)).valid  # 89% of those that were not refused
+    found = verdict(*refused, *broken, *answers(10))
+    assert found.reasons == ("91 of 101 requests failed; 89 of them: 404 no model 'x7'",)
+
+
+def test_a_run_whose_answers_the_client_could_not_read_is_invalid() -> None:
+    unread = failures(2, error="an event is no JSON", is_unreadable=True)
+    assert verdict(*unread, *answers(198)).valid
+    reasons = verdict(*unread, *answers(197)).reasons
+    assert reasons == ("the client could not read 2 of 199 answers; 2 of them: an event is no JSON",)
+
+
+def test_an_invalid_run_has_no_verdict_on_the_server() -> None:
+    found = summary(*failures(10, error="no connection: refused"))
+    assert verdict_words(plan(), found) == "The run is invalid, so it does not judge the server."
 
 
 @pytest.mark.parametrize(
