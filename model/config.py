@@ -8,6 +8,7 @@ from typing import Literal
 
 from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 from twostroke.model.shapes.state_sizes import StateSizes
+from twostroke.model.shapes.weight_forms import StoredQuantization
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import (
     STATE_WINDOW,
@@ -26,30 +27,6 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 """Dtype of cached keys and values. auto: that of activations; the other two are e4m3, one byte a number."""
-
-
-@dataclass(frozen=True)
-class WeightForm:
-    """Form of a quantised weight, from which all its bytes follow."""
-
-    kind: Literal["int8", "int4", "fp8", "fp4"]  # fp8 is e4m3, fp4 e2m1
-    group_size: int | None  # columns that share a scale; None: a row's
-    has_offsets: bool = False  # each group's, beside its scale
-
-    @property
-    def bits(self) -> Literal[8, 4]:
-        return 4 if self.kind in ("int4", "fp4") else 8
-
-
-@dataclass(frozen=True)
-class StoredQuantization:
-    """Form of a checkpoint's projections in its files, where each is quantised in several tensors."""
-
-    method: Literal["fp8", "int8", "packed", "awq", "gptq", "fp4", "mxfp4"]  # mxfp4: stacked experts alone
-    form: WeightForm  # what they are held in
-    left: tuple[str, ...] = ()  # modules that are not quantised: their names, parts of those, and `re:` patterns
-    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
-    zero_shift: int = 0  # gptq: what is added to its zero points
 
 
 GatedActivation = Literal["silu", "gelu_tanh", "clamped"]
@@ -311,7 +288,8 @@ class MtpSpec:
 
 TEXT_PREFIXES = (("model.language_model.", ""), ("language_model.model.", "language_model."))
 """Prefixes in checkpoints that see images: what stands for `model.`, and before `lm_head.`. transformers' modules have
-the first pair, most files the second. Others name their text's tensors as checkpoints of text alone do."""
+the first pair, most files the second. Others name their text's tensors as checkpoints of text alone do, some of which
+kept the first pair when they were made of such."""
 
 
 @dataclass(frozen=True)
@@ -327,14 +305,13 @@ class DecoderSpec:
     norms_add_one: bool = False  # checkpoints hold what norms' weights are beyond 1
     ignored: tuple[str, ...] = ()  # what names of tensors begin with that have no part in this
     layer_embedding: LayerEmbeddingSpec | None = None
-    is_wrapped: bool = False  # checkpoints have towers for images beside it, and TEXT_PREFIXES
+    is_wrapped: bool = False  # checkpoints have towers for images beside it
     mtp: MtpSpec | None = None  # of the head that checkpoints may have, whose layer's tensors are `ignored`
 
     def names_in_files(self, module: str) -> tuple[str, ...]:
         """Return the names that checkpoints may have for a module of this decoder."""
         inner = module.removeprefix("model.")
-        wrapped = TEXT_PREFIXES if self.is_wrapped else ()
-        return module, *(f"{head}{module}" if inner == module else f"{text}{inner}" for text, head in wrapped)
+        return module, *(f"{head}{module}" if inner == module else f"{text}{inner}" for text, head in TEXT_PREFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)

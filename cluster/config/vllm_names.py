@@ -150,6 +150,13 @@ _BUILT_IN = (
 """Connectors between prefill and decode workers, whose work no flag has to ask for here."""
 
 
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("OffloadingConnector", "SharedStorageConnector", "ExampleConnector"), ("shared_storage_path",)),
+    **dict.fromkeys(("LMCacheConnectorV1", "LMCacheMPConnector"), ("lmcache.local_disk", "lmcache.remote_url")),
+}
+"""Keys of connectors that say where KV is kept, and that tiers are made of."""
+
+
 def tiers_of_connector(text: str) -> dict[str, Any]:
     """Return settings of `kv_cache.tiers`, by their paths there, that mean what vLLM's `--kv-transfer-config` asks for.
 
@@ -176,12 +183,15 @@ def _tiers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 if one.get("kv_connector") not in _BUILT_IN:  # which stand beside tiers in such a list
                     yield from _tiers_of(one)
         case "OffloadingConnector" | "SimpleCPUOffloadConnector":
-            size = extra.get("cpu_bytes_to_use")
-            if size is None:
+            size, path = extra.get("cpu_bytes_to_use"), extra.get("shared_storage_path")
+            if size is None and path is None:
                 raise ValueError(
                     f"{name}: give kv_connector_extra_config.cpu_bytes_to_use, which is kv_cache.tiers.host_bytes here"
                 )
-            yield "host_bytes", size
+            if size is not None:
+                yield "host_bytes", size
+            if path is not None:  # of llm-d's SharedStorageOffloadingSpec
+                yield "shared.path", path
             for tier in extra.get("secondary_tiers") or ():
                 if not isinstance(tier, dict) or "root_dir" not in tier:
                     raise ValueError(f"{name}: {tier!r} is no directory: kv_cache.tiers has disk and shared")
@@ -208,6 +218,12 @@ def _tiers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         case _:
             raise ValueError(
                 "kv_connector: is required; between prefill and decode workers KV transfer is built in: leave it out"
+            )
+    for key in extra:
+        if key.endswith(("path", "_dir", "_url", "_disk")) and key not in _PLACES.get(name, ()):
+            raise ValueError(
+                f"{name}: kv_connector_extra_config.{key}: no tier is made of it: give kv_cache.tiers.disk.path or "
+                "shared.path, or leave it out"
             )
 
 

@@ -25,15 +25,17 @@ from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_values
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
-from twostroke.model.config import StoredQuantization, WeightForm
+from twostroke.model.shapes.weight_forms import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 NOT_READ = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale"),
     *(".activation_scale", "_proj_activation_scale"),
-    *(".k_scale", ".v_scale", ".kv_scale", ".weight_shape"),
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".weight_shape"),
+    "_proj_input_scale",
 )
-"""Endings of tensors that quantised checkpoints may have and that we don't need: activations are not quantised."""
+"""Endings of tensors that checkpoints may have and that we don't need: activations are not quantised, nor is KV with
+zero points."""
 
 MXFP4_GROUP = 32
 _FLOATS = ("F32", "F16", "BF16")

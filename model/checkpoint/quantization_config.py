@@ -5,10 +5,11 @@ activations is not looked at: ours are never quantised.
 """
 
 import fnmatch
+from dataclasses import replace
 from typing import Literal
 
-from twostroke.model.architectures.families.family import ConfigFields
-from twostroke.model.config import StoredQuantization, WeightForm
+from twostroke.model.architectures.families.family import ConfigFields, shown
+from twostroke.model.shapes.weight_forms import StoredQuantization, WeightForm
 
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4", "modelopt", "quark")
 _INSTEAD = "take one of the model's checkpoints that is, or the unquantised one with model.quantization: int8 or int4"
@@ -63,32 +64,56 @@ def _gptq(fields: ConfigFields) -> StoredQuantization:
     layout = fields.text("checkpoint_format", default="gptq")
     if layout not in ("gptq", "gptq_v2") or fields.boolean("is_marlin_format", default=False):
         raise fields.error("checkpoint_format", f"{layout!r} is not supported, only 'gptq' and 'gptq_v2': {_INSTEAD}")
-    if fields.has("dynamic"):
-        raise fields.error("dynamic", f"bits that differ by module are not supported: {_INSTEAD}")
+    unquantised = _gptq_unquantised(fields)
     kind: Literal["int4", "int8"] = "int4" if bits == 4 else "int8"
     form = WeightForm(kind, _group_size(fields, 128), has_offsets=not fields.boolean("sym", default=True))
     head = () if fields.boolean("lm_head", default=False) else ("lm_head",)
     # The first version of the format stores zero points less one.
-    return StoredQuantization("gptq", form, (*head, *_left(fields)), zero_shift=1 if layout == "gptq" else 0)
+    left = (*head, *unquantised, *_left(fields))
+    return StoredQuantization("gptq", form, left, zero_shift=1 if layout == "gptq" else 0)
 
 
-def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
+def _gptq_unquantised(fields: ConfigFields) -> tuple[str, ...]:
+    """Return the patterns of modules that GPTQModel's `dynamic` leaves unquantised, which begin with `-:`.
+
+    Raises ConfigError for a pattern whose modules are quantised in another form than the rest.
+    """
+    dynamic = fields.object("dynamic")
+    for name in dynamic.names:
+        module = None if name.startswith("-:") else dynamic.object(name)
+        for field in ("bits", "group_size", "sym", "pack_dtype"):
+            if module is not None and module.is_set(field) and module.value(field) != fields.value(field):
+                what = f"{shown(module.value(field))} differs from that of other modules, which is not supported"
+                raise module.error(field, f"{what}: {_INSTEAD}")
+    return tuple(name.replace("-:", "re:", 1) for name in dynamic.names if name.startswith("-:"))
+
+
+def _compressed_tensors(fields: ConfigFields) -> StoredQuantization | None:
+    """None where the KV cache alone is quantised, or activations are."""
     if fields.object("sparsity_config").text("format", default="dense") != "dense":
         raise fields.error("sparsity_config", f"sparse weights are not supported: {_INSTEAD}")
     if fields.has("transform_config"):
         raise fields.error("transform_config", f"transformed activations are not supported: {_INSTEAD}")
     groups = fields.objects("config_groups")
-    if len(groups) != 1:
-        raise fields.error("config_groups", f"expected one group, found {len(groups)}: {_INSTEAD}")
-    (group,) = groups
+    if not groups and not fields.has("kv_cache_scheme"):
+        raise fields.error("config_groups", f"expected a group, found none: {_INSTEAD}")
+    forms = [_compressed_group(fields, group) for group in groups if group.has("weights")]
+    if len(forms) < 2:
+        return replace(forms[0], targets=()) if forms else None  # tensors tell which modules the only form is of
+    return replace(forms[0], others=tuple(forms[1:]))
+
+
+def _compressed_group(fields: ConfigFields, group: ConfigFields) -> StoredQuantization:
+    """Return the form of one of a checkpoint's groups of modules. Raises ConfigError."""
     layout = group.text("format", default=fields.text("format", default=""))
     if layout not in (*_FORMATS, *_FP4_FORMATS):
         raise fields.error(
             "format", f"{layout!r} is not supported, only {', '.join((*_FORMATS, *_FP4_FORMATS))} are: {_INSTEAD}"
         )
-    weights = group.object("weights")
+    weights, targets = group.object("weights"), tuple(group.texts("targets"))
+    left = tuple(fields.texts("ignore"))
     if layout in _FP4_FORMATS:
-        return _fp4(weights, _FP4_FORMATS[layout], tuple(fields.texts("ignore")))
+        return replace(_fp4(weights, _FP4_FORMATS[layout], left), targets=targets)
     bits, kind = weights.integer("num_bits"), weights.text("type", default="int")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise weights.error("num_bits", f"{kind} of {bits} bits is not supported, only int4, int8 and FP8: {_INSTEAD}")
@@ -98,15 +123,15 @@ def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
     size = weights.integer("group_size") if strategy == "group" else None
     block = _block(weights, "block_structure") if strategy == "block" else None
     has_offsets = not weights.boolean("symmetric", default=True)
-    left = tuple(fields.texts("ignore"))
     if kind == "float":
         form = WeightForm("fp8", block[1] if block else size)
-        return StoredQuantization("fp8", form, left, block)
+        return StoredQuantization("fp8", form, left, block, targets=targets)
     if layout == "pack-quantized":
-        return StoredQuantization("packed", WeightForm("int4" if bits == 4 else "int8", size, has_offsets), left)
+        form = WeightForm("int4" if bits == 4 else "int8", size, has_offsets)
+        return StoredQuantization("packed", form, left, targets=targets)
     if bits != 8 or block:
         raise weights.error("num_bits", f"{bits} are not supported for {layout!r} by {strategy}: {_INSTEAD}")
-    return StoredQuantization("int8", WeightForm("int8", size, has_offsets), left)
+    return StoredQuantization("int8", WeightForm("int8", size, has_offsets), left, targets=targets)
 
 
 def _fp4(weights: ConfigFields, group: int, left: tuple[str, ...]) -> StoredQuantization:
@@ -117,9 +142,14 @@ def _fp4(weights: ConfigFields, group: int, left: tuple[str, ...]) -> StoredQuan
     return StoredQuantization("fp4", WeightForm("fp4", group), left)
 
 
-def _modelopt(fields: ConfigFields) -> StoredQuantization:
-    """Read what ModelOpt writes into config.json or a file of its own, where modules' names have wildcards."""
+def _modelopt(fields: ConfigFields) -> StoredQuantization | None:
+    """Read what ModelOpt writes into config.json or a file of its own, where modules' names have wildcards.
+
+    None where the KV cache alone is quantised.
+    """
     inner = fields.object("quantization") if fields.is_set("quantization") else fields
+    if not inner.has("quant_algo") and (inner.has("kv_cache_quant_algo") or inner.has("kv_cache_scheme")):
+        return None
     named = (*inner.texts("exclude_modules"), *inner.texts("ignore"))
     left = ("lm_head", *(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in named))
     match algorithm := inner.text("quant_algo", default=""):

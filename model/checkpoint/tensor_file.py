@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import TEXT_PREFIXES, WeightForm
+from twostroke.model.config import TEXT_PREFIXES
+from twostroke.model.shapes.weight_forms import WeightForm
 
 WHOLE = slice(None)
 
@@ -78,12 +79,15 @@ class ExpertTensor:
     An expert's rows may be those of several projections, one behind the other; a scale that they share has one row.
     """
 
-    def __init__(self, file: TensorFile, name_there: str, expert: int, place: int, count: int):
-        """`place` is which of the `count` projections it is."""
+    def __init__(
+        self, file: TensorFile, name_there: str, expert: int, place: int, count: int, has_columns_first: bool = False
+    ):
+        """`place` is which of the `count` projections it is. `has_columns_first`: tensors are [experts, in, out]."""
         self._file = file
         self._name_there = name_there
         self._expert = slice(expert, expert + 1)
-        _, rows, self._columns = file.shape(name_there)
+        self._has_columns_first = has_columns_first
+        rows, self._columns = file.shape(name_there)[:0:-1] if has_columns_first else file.shape(name_there)[1:]
         each = rows // count or rows
         self._rows = slice(place * each, (place + 1) * each) if rows > 1 else WHOLE
         self._count = each
@@ -98,13 +102,28 @@ class ExpertTensor:
         return self._file.dtype(self._name_there)
 
     def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
-        return self._file.tensor(self._name_there, self._expert, WHOLE)[0, self._rows][rows, columns]
+        found: Tensor = self._file.tensor(self._name_there, self._expert, WHOLE)[0]
+        return (found.T if self._has_columns_first else found)[self._rows][rows, columns]
 
     def stored_weight(self, name: str) -> StoredWeight | None:
         return None
 
     def content(self, name: str) -> memoryview:
         return self.tensor(name, WHOLE, WHOLE).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+class ExpertNumber(RenamedTensor):
+    """One expert's number in a tensor that has one for each of `count` experts, or one for all."""
+
+    def __init__(self, file: TensorFile, name_there: str, expert: int, count: int):
+        super().__init__(file, name_there, name_there)
+        self._place = expert if file.shape(name_there) == (count,) else 0
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (1,)
+
+    def tensor(self, name: str, rows: slice, columns: slice) -> Tensor:
+        return super().tensor(name, WHOLE, WHOLE).reshape(-1)[self._place : self._place + 1]
 
 
 def text_names(names: Iterable[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from twostroke.model.checkpoint.packed_weights import NOT_READ, stored_experts, 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.tensor_file import (
     WHOLE,
+    ExpertNumber,
     ExpertTensor,
     RenamedTensor,
     StoredWeight,
@@ -30,16 +31,20 @@ from twostroke.model.checkpoint.tensor_file import (
     equal_tensors,
     text_names,
 )
-from twostroke.model.config import ModelConfig, Projection, WeightForm
+from twostroke.model.config import ModelConfig, Projection
 from twostroke.model.costs.sizes import expected_shapes, num_parameters, of_expert
+from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_STACK_ENDINGS = (("", ".weight"), ("_scale_inv", ".weight_scale_inv"))
-"""Endings of tensors of all experts, and of one expert's: weights, and the scales of those in FP8."""
+_STACK_ENDINGS = (
+    *(("", ".weight"), ("_scale_inv", ".weight_scale_inv")),
+    *(("_weight_scale", ".weight_scale"), ("_weight_scale_2", ".weight_scale_2")),
+)
+"""Endings of tensors of all experts, and of one expert's: weights, and the scales of those in FP8 and FP4."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -89,9 +94,10 @@ class Checkpoint:
     def __init__(self, folder: Path, config: ModelConfig):
         self._folder = folder
         self._paths, self._files = open_tensors(folder)
-        self._towers = self._take_text() if config.spec.is_wrapped else frozenset()
+        self._towers = self._take_text(config.spec.is_wrapped)
+        experts = config.spec.layer.experts
         config = self._with_experts_apart(config)
-        self._unstack_experts(config)
+        self._unstack_experts(config, experts is not None and experts.are_stacked and not experts.stacks_rows)
         self._dtypes: dict[str, torch.dtype] = {}
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
@@ -204,8 +210,8 @@ class Checkpoint:
             if name in self._files
         }
 
-    def _take_text(self) -> frozenset[str]:
-        """Give the text's tensors the names of text alone. Returns the others."""
+    def _take_text(self, is_wrapped: bool) -> frozenset[str]:
+        """Give the text's tensors the names of text alone. Returns the others, where images' tensors may be there."""
         names = text_names(self._paths)
         towers = self._paths.keys() - names.values()
         self._files = {tower: self._files[tower] for tower in towers} | {
@@ -215,24 +221,28 @@ class Checkpoint:
         self._paths = {tower: self._paths[tower] for tower in towers} | {
             name: self._paths[there] for name, there in names.items()
         }
-        return frozenset(towers)
+        return frozenset(towers) if is_wrapped or names.keys() != {*names.values()} else frozenset()
 
     def _with_experts_apart(self, config: ModelConfig) -> ModelConfig:
         """Name each expert's projections where the files have these in place of one tensor of all experts, which
-        llm-compressor takes apart."""
+        llm-compressor takes apart, or where that tensor is quantised, as by ModelOpt."""
         spec, experts = config.spec, config.spec.layer.experts
         if experts is None or experts.gate is None or not experts.are_stacked or experts.gate.has_bias:
             return config
         base = experts.gate.name.rpartition(".")[0]
-        if not any(f".{base}.0.gate_proj." in name for name in self._files):
+        signs = f".{base}.0.gate_proj.", f".{base}.gate_up_proj_weight_scale"
+        if not any(sign in name for name in self._files for sign in signs):
             return config
         gate, up, down = (Projection(f"{base}.*.{part}_proj") for part in ("gate", "up", "down"))
         apart = replace(experts, gate=gate, up=up, down=down, are_stacked=False)
         return replace(config, spec=replace(spec, layer=replace(spec.layer, experts=apart)))
 
-    def _unstack_experts(self, config: ModelConfig) -> None:
+    def _unstack_experts(self, config: ModelConfig, has_columns_first: bool) -> None:
         """Name each expert's projections where the files have one tensor of all experts, as transformers 5 keeps them:
-        `gate_up_proj` [experts, 2 I, hidden] and `down_proj` [experts, hidden, I]."""
+        `gate_up_proj` [experts, 2 I, hidden] and `down_proj` [experts, hidden, I].
+
+        `has_columns_first`: they are [experts, hidden, 2 I] and [experts, I, hidden], and so are their scales.
+        """
         spec, experts = config.spec, config.spec.layer.experts
         if experts is None or experts.gate is None or experts.are_stacked:
             return
@@ -241,12 +251,20 @@ class Checkpoint:
         for layer, (stack, parts), (ending_there, ending) in product(range(config.num_layers), stacks, _STACK_ENDINGS):
             prefix = f"{spec.layers}.{layer}."
             there = f"{prefix}{base}{stack}{ending_there}"
-            if there not in self._files or len(self._files[there].shape(there)) != 3:
+            if there not in self._files:
+                continue
+            count, shape = experts.routing.num_experts, self._files[there].shape(there)
+            is_number = "_scale" in ending and shape in ((), (1,), (count,))
+            if not is_number and len(shape) != 3:
                 continue
             file, path = self._files.pop(there), self._paths.pop(there)
-            for expert, (place, part) in product(range(file.shape(there)[0]), enumerate(parts)):
+            for expert, (place, part) in product(range(count if is_number else shape[0]), enumerate(parts)):
                 name = f"{prefix}{of_expert(part, expert).name}{ending}"
-                self._files[name] = ExpertTensor(file, there, expert, place, len(parts))
+                self._files[name] = (
+                    ExpertNumber(file, there, expert, count)
+                    if is_number
+                    else ExpertTensor(file, there, expert, place, len(parts), has_columns_first)
+                )
                 self._paths[name] = path
 
     def _with_ends(self, config: ModelConfig) -> ModelConfig:
@@ -264,6 +282,12 @@ class Checkpoint:
 
     def _check(self) -> None:
         config, known = self._config, set(self.shapes)
+        head, _ = config.prefixes(config.num_layers - 1)
+        if config.has_mtp and not any(name.startswith(head) for name in self._files):
+            raise ConfigError(
+                f"speculation.method: mtp: {self._folder} has no MTP head, whose tensors would begin with {head}: "
+                "set it to auto, or take a checkpoint with the head"
+            )
         for name, shape in self.shapes.items():
             stored = self._find_stored(name, shape)
             if stored is not None:
@@ -279,7 +303,7 @@ class Checkpoint:
                 continue
             if name in self._towers:
                 continue
-            if self._stored and (name.endswith(NOT_READ) or self._is_empty_bias(name)):
+            if name.endswith(NOT_READ) or (self._stored and self._is_empty_bias(name)):
                 continue
             raise ConfigError(
                 f"{path}: tensor {name} is none of a {config.spec.family} decoder as config.json describes it"
@@ -309,7 +333,8 @@ class Checkpoint:
             return stored_experts(name, shape, self._files, str(self._folder)) if len(shape) == 3 else None
         if len(shape) != 2:
             return None
-        return stored_weight(config.stored, name, (shape[0], shape[1]), self._files, str(self._folder))
+        form = config.stored.of_module(config.spec.names_in_files(name.removesuffix(".weight"))) or config.stored
+        return stored_weight(form, name, (shape[0], shape[1]), self._files, str(self._folder))
 
     def _is_empty_bias(self, name: str) -> bool:
         """Some writers of GPTQ give every projection a bias, of zeros."""

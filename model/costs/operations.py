@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
-from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_expert, of_lm_head
 from twostroke.model.shapes.state_sizes import StateSizes
+from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.kv_layout import mean_seen
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed
@@ -63,21 +64,31 @@ class NumberFormats:
         """Return the bytes of a weight around attention: in MXFP4 checkpoints only experts are quantised."""
         stored = shape.stored if isinstance(shape, ModelConfig) else None
         is_left = self.quantization == "auto" and stored is not None and stored.method == "mxfp4"
-        return self.itemsize if is_left else self.weight(shape)
+        return self.itemsize if is_left else self._of(self.quantization, shape, of_attention=True)
 
     def head_weight(self, shape: ModelShape) -> float:
         """Return the bytes of a weight of the LM head, which quantised checkpoints leave as it was."""
         return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
 
-    def _of(self, quantization: Quantization, shape: ModelShape) -> float:
-        stored = shape.stored if isinstance(shape, ModelConfig) else None
-        if quantization == "auto" and stored is not None:
-            scale = 0.0 if stored.form.group_size is None else 2.0 / stored.form.group_size
-            return stored.form.bits / 8 + scale * (2 if stored.form.has_offsets else 1)
+    def _of(self, quantization: Quantization, shape: ModelShape, of_attention: bool = False) -> float:
+        form = stored_form(shape, of_attention)
+        if quantization == "auto" and form is not None:
+            scale = 0.0 if form.group_size is None else 2.0 / form.group_size
+            return form.bits / 8 + scale * (2 if form.has_offsets else 1)
         return {"int8": 1.0, "int4": 0.5 + 2.0 / INT4_GROUP}.get(quantization, self.itemsize)
 
 
 AS_BF16 = NumberFormats()
+
+
+def stored_form(shape: ModelShape, of_attention: bool = False) -> WeightForm | None:
+    """Return the checkpoint's form of what makes the output of an MLP, or of attention; None: it is not quantised."""
+    if not isinstance(shape, ModelConfig) or shape.stored is None:
+        return None
+    layer, (first, second) = shape.spec.layer, shape.prefixes(shape.num_layers // 2)
+    down = layer.down if layer.experts is None else of_expert(layer.experts.down, 0)
+    module = f"{first}{layer.output.name}" if of_attention else f"{second or first}{down.name}"
+    return (shape.stored.of_module(shape.spec.names_in_files(module)) or shape.stored).form
 
 
 Kind = Literal["product", "attention", "norm"]

@@ -4,7 +4,6 @@ Bytes are of weights, of KV and of the largest step, on each of the ranks that s
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,10 +14,10 @@ from twostroke.model.config import (
     ModelShape,
     Projection,
     Quantization,
-    WeightForm,
 )
 from twostroke.model.costs.state_shapes import shapes_of, state_shapes
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
+from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 
@@ -327,13 +326,6 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
     if stored is None:
         return {}
 
-    def is_left(module: str) -> bool:
-        return any(
-            re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
-            for pattern in stored.left
-            for name in config.spec.names_in_files(module)
-        )
-
     dimensions = (3,) if stored.method == "mxfp4" else (2, 3)
     state = config.spec.layer.state
     weights = (
@@ -341,8 +333,13 @@ def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
         for name, shape in expected_shapes(config)
         if len(shape) in dimensions and (state is None or not name.endswith(state.conv))
     )
-    table = f"{config.spec.embedding}.weight"
-    return {name: stored.form for name in weights if name != table and not is_left(name.removesuffix(".weight"))}
+    forms: dict[str, WeightForm] = {}
+    for name in weights:
+        names = config.spec.names_in_files(name.removesuffix(".weight"))
+        found = None if name == f"{config.spec.embedding}.weight" or stored.leaves(names) else stored.of_module(names)
+        if found is not None:
+            forms[name] = found.form
+    return forms
 
 
 def head_name(config: ModelConfig) -> str:

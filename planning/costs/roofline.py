@@ -17,6 +17,7 @@ from twostroke.model.costs.operations import (
     Operation,
     decode_operations,
     prefill_operations,
+    stored_form,
 )
 from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Hardware, Number
 from twostroke.protocol.stats import StepCosts
@@ -39,8 +40,8 @@ class WorkerHardware:
         """Return the number format that operations multiply in: FP8 products where the checkpoint has them and the
         GPU can, else the native one. int8 and int4 are weights alone: they are read and multiplied in bf16
         (docs/design/engine.md)."""
-        stored = shape.stored if isinstance(shape, ModelConfig) else None
-        is_fp8 = stored is not None and stored.form.kind == "fp8" and self.held.quantization == "auto"
+        form = stored_form(shape)
+        is_fp8 = form is not None and form.kind == "fp8" and self.held.quantization == "auto"
         can = kind == "product" and "fp8" in self.hardware.flops_per_s
         return "fp8" if is_fp8 and can else self.hardware.native
 

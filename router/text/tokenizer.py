@@ -264,9 +264,16 @@ def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
 
 
 def given_end_tokens(folder: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json, else of config.json. Raises ConfigError where that is none."""
+    """`eos_token_id` of generation_config.json, else of config.json or its `text_config`.
+
+    Raises ConfigError where that is none.
+    """
     for name in (GENERATION_CONFIG, "config.json"):
-        given = read_json(folder / name).get("eos_token_id")
+        fields = read_json(folder / name)
+        text = fields.get("text_config")
+        given = fields.get("eos_token_id")
+        if given is None and isinstance(text, dict):
+            given = text.get("eos_token_id")
         if given is None:
             continue
         ids = given if isinstance(given, list) else [given]

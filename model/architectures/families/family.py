@@ -364,7 +364,12 @@ class ConfigFields:
     def objects(self, name: str) -> "list[ConfigFields]":
         """The objects within an object, by whatever names."""
         inner = self.object(name)
-        return [inner.object(key) for key in inner._raw]
+        return [inner.object(key) for key in inner.names]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the fields that are given."""
+        return list(self._raw)
 
     @property
     def has_objects(self) -> bool:

@@ -19,6 +19,7 @@ from twostroke.model.architectures.families.family import (
     read_decoder,
 )
 from twostroke.model.config import (
+    DecoderSpec,
     ExpertNorms,
     ExpertsSpec,
     KVHeads,
@@ -84,7 +85,9 @@ def _read(fields: ConfigFields, family: str, *, window: int, max_position: int) 
     tokens = fields.integer("sliding_window", default=window)
     return replace(
         config,
-        spec=replace(spec, layer=layer, layer_embedding=_layer_embedding(fields, config)),
+        spec=replace(
+            spec, layer=layer, layer_embedding=_layer_embedding(fields, config), ignored=_unused(spec, owners)
+        ),
         rope=_rope(fields, _FULL, RopeConfig("proportional", 1_000_000.0, rotated=heads[-1].dim // 4), heads[-1].dim),
         local_rope=_rope(fields, _WINDOW, RopeConfig("default", 10_000.0), config.head_dim),
         num_kv_heads=number,
@@ -144,6 +147,13 @@ def _owners(fields: ConfigFields, kinds: list[str]) -> tuple[int, ...]:
         raise fields.error("num_kv_shared_layers", f"{shared} leaves no layer of each kind with keys of its own")
     last = {kind: index for index, kind in enumerate(kinds[:own])}
     return tuple(index if index < own else last[kind] for index, kind in enumerate(kinds))
+
+
+def _unused(spec: DecoderSpec, owners: tuple[int, ...]) -> tuple[str, ...]:
+    """Return what names of tensors begin with that published files have for layers without keys of their own."""
+    parts = (spec.layer.k.name, spec.layer.v.name, spec.layer.k_norm)
+    shared = (layer for layer, owner in enumerate(owners) if owner != layer)
+    return tuple(f"{spec.layers}.{layer}.{part}." for layer in shared for part in parts)
 
 
 def _rope(fields: ConfigFields, kind: str, default: RopeConfig, dim: int) -> RopeConfig:

@@ -127,6 +127,14 @@ LMCACHE = {
             ),
             {"host_bytes": 2**30, "disk": {"path": "/data/kv", "bytes": 2**31}},
         ),
+        (
+            connector("OffloadingConnector", spec_name="SharedStorageOffloadingSpec", shared_storage_path="/mnt/kv"),
+            {"shared": {"path": "/mnt/kv"}},
+        ),
+        (
+            connector("OffloadingConnector", cpu_bytes_to_use=2**30, shared_storage_path="/mnt/kv"),
+            {"host_bytes": 2**30, "shared": {"path": "/mnt/kv"}},
+        ),
     ],
 )
 def test_vllms_connectors_to_memory_disks_and_stores_are_tiers(typed: str, told: dict[str, Any]) -> None:
@@ -147,6 +155,14 @@ def test_vllms_connectors_to_memory_disks_and_stores_are_tiers(typed: str, told:
         ),
         (connector("OffloadingConnector"), "OffloadingConnector: give kv_connector_extra_config.cpu_bytes_to_use"),
         (connector("SharedStorageConnector"), "SharedStorageConnector: give kv_connector_extra_config.shared_storage"),
+        (
+            connector("OffloadingConnector", cpu_bytes_to_use=1, offload_path="/mnt/kv"),
+            "OffloadingConnector: kv_connector_extra_config.offload_path: no tier is made of it: give kv_cache.tiers",
+        ),
+        (
+            connector("LMCacheConnectorV1", **LMCACHE, shared_storage_path="/mnt/kv"),
+            "LMCacheConnectorV1: kv_connector_extra_config.shared_storage_path: no tier is made of it",
+        ),
         ("{}", "kv_connector: is required"),
         ("[]", "[]: expected an object with kv_connector"),
         ("{", "{: no JSON: "),

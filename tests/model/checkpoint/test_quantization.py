@@ -9,8 +9,8 @@ import torch
 from tests.model.cpu.test_linears import random_quantized
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other, quantize, two_byte_scales
-from twostroke.model.config import WeightForm
 from twostroke.model.costs.sizes import common_form, expected_shapes, weight_bytes
+from twostroke.model.shapes.weight_forms import WeightForm
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -7,8 +7,9 @@ import pytest
 
 from tests.model.conftest import TINY
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.config import ModelConfig, StoredQuantization, WeightForm
+from twostroke.model.config import ModelConfig
 from twostroke.model.costs.sizes import stored_forms, weight_bytes, weights_as
+from twostroke.model.shapes.weight_forms import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
@@ -82,7 +83,8 @@ def test_what_a_checkpoint_says_of_its_projections(told: dict[str, Any], expecte
         (GPTQ | {"bits": 2}, "bits: 2"),
         (GPTQ | {"group_size": 0}, "group_size: expected a positive integer"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin'"),
-        (GPTQ | {"dynamic": {"+:down": {"bits": 8}}}, "dynamic: bits that differ"),
+        (GPTQ | {"dynamic": {"+:down": {"bits": 8}}}, "dynamic.+:down.bits: 8 differs from that of other modules"),
+        (GPTQ | {"dynamic": {"up": {"group_size": 32}}}, "dynamic.up.group_size: 32 differs"),
         (compressed("mxfp8-quantized"), "format: 'mxfp8-quantized'"),
         (compressed("nvfp4-pack-quantized"), "config_groups.group_0.weights.group_size: 128 is not supported, only 16"),
         (
@@ -100,7 +102,11 @@ def test_what_a_checkpoint_says_of_its_projections(told: dict[str, Any], expecte
             {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "e4m3"}}},
             "global_quant_config.weight.scale_format: 'e4m3'",
         ),
-        (compressed(config_groups={"a": {}, "b": {}}), "config_groups: expected one group, found 2"),
+        (compressed(config_groups={}), "config_groups: expected a group, found none"),
+        (
+            compressed(config_groups={"a": {"weights": INT4}, "b": {"weights": INT4 | {"num_bits": 2}}}),
+            "config_groups.b.weights.num_bits: int of 2 bits",
+        ),
         (compressed(weights=INT4 | {"num_bits": 3}), "config_groups.group_0.weights.num_bits: int of 3 bits"),
         (compressed(weights=INT4 | {"strategy": "token"}), "config_groups.group_0.weights.strategy: 'token'"),
         (compressed("int-quantized"), "config_groups.group_0.weights.num_bits: 4 are not supported"),

@@ -53,6 +53,8 @@ def test_stop_tokens_come_from_the_generation_config_and_the_tokenizer(folder):
     change(folder / "config.json", eos_token_id=7, vocab_size=5000)
     assert TextTokenizer.load(folder).eos_token_ids == (7, 1)
     assert TextTokenizer.load(folder).vocab_size == 5000
+    change(folder / "config.json", eos_token_id=None, text_config={"eos_token_id": [5, 6]})
+    assert TextTokenizer.load(folder).eos_token_ids == (5, 6, 1)
     change(folder / "generation_config.json", eos_token_id=[3, 4])
     assert TextTokenizer.load(folder).eos_token_ids == (3, 4, 1)
 
