@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import Field, model_validator
 
 from twostroke.kvtiers.storage.files import OUR_FOLDER
+from twostroke.kvtiers.storage.threads import on_thread
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import ByteSize, Interval, Section
 
@@ -21,6 +22,8 @@ SETTING: Final = "kv_cache.tiers"
 PASSING_BYTES = 512 * 2**20
 """Least host memory of a worker for objects on their way, where a disk or a shared tier is set."""
 
+ANSWER_S = 5.0
+"""Seconds that a start gives the directories to answer."""
 KEY_BYTES = 32
 _KEY_FILE_BYTES = 256
 """Bytes of a file of a key that are read: digits may have blanks around them."""
@@ -147,8 +150,16 @@ class TiersConfig(Section):
 def check_machine(tiers: TiersConfig) -> list[str]:
     """Check that this process can use directories and key on this machine. Returns warnings, a line each.
 
-    Raises ConfigError that begins with the setting at fault.
+    A disk that does not answer within ANSWER_S is warned of: workers start without it. Raises ConfigError that begins
+    with the setting at fault.
     """
+    try:
+        return on_thread("check-tiers", lambda: _check_machine(tiers)).result(ANSWER_S)
+    except TimeoutError:
+        return [f"{SETTING}: its directories have not answered for {ANSWER_S:g} s: workers start without them"]
+
+
+def _check_machine(tiers: TiersConfig) -> list[str]:
     warnings: list[str] = []
     if tiers.shared.path is not None:
         _check_directory(f"{SETTING}.shared.path", Path(tiers.shared.path), warnings)

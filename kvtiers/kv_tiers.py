@@ -193,8 +193,8 @@ class KVTiers:
         while True:
             began = self.clock()
             try:
-                await tier.scan(self.objects.digest)
-            except OSError as error:
+                await tier.scan(self.objects.digest, self.object_rows)
+            except Exception as error:  # whatever it is, the next scan may do
                 tier.count("errors")
                 _log.warning("the %s tier can't be listed: %s", tier.name, error)
             first.set()

@@ -53,8 +53,17 @@ _NO_NONCE = bytes(NONCE_BYTES)
 _NO_MARK = bytes(MARK_BYTES)
 
 
+_MAX_LAYERS = 1 << 12
+_MAX_SIZE = 1 << 24
+"""Bounds of a layout's numbers in a header, whoever wrote it: what is computed from more would fill the memory."""
+_MAX_FAULT_CHARS = 500
+
+
 class ObjectDamaged(Exception):
     """The blob is no whole object of the key and the layout that the reader asked for. The message says why."""
+
+    def __init__(self, message: str):
+        super().__init__(message[:_MAX_FAULT_CHARS])  # a header's texts may have a megabyte
 
 
 class ObjectOfAnotherCipher(ObjectDamaged):
@@ -227,18 +236,20 @@ def open_object(
     """Open an object of this key and layout. Raises ObjectDamaged, BlobMissing, and OSError where the storage fails."""
     with blobs.open(key.path) as blob:
         seal: _Seal = cipher or _CHECKSUMS
-        header = _read_header(blob, seal, key)
-        if header.layout != layout:
-            raise ObjectDamaged(f"its KV has another layout: {header.layout}, not {layout}")
-        yield ObjectReader(blob, header, seal)
+        yield ObjectReader(blob, _read_header(blob, seal, key, layout), seal)
 
 
 @contextmanager
-def open_listed_object(blobs: BlobStore, path: str, cipher: "ObjectCipher | None" = None) -> Iterator[ObjectReader]:
-    """Open the object of a listing, about which nothing but its path is known. Raises as `open_object` does."""
+def open_listed_object(
+    blobs: BlobStore, path: str, cipher: "ObjectCipher | None" = None, layout: KVLayout | None = None
+) -> Iterator[ObjectReader]:
+    """Open the object of a listing, about which its path is known, and its layout where one is given.
+
+    Raises as `open_object` does.
+    """
     with blobs.open(path) as blob:
         seal: _Seal = cipher or _CHECKSUMS
-        header = _read_header(blob, seal, None)
+        header = _read_header(blob, seal, None, layout)
         if header.key.path != path:
             raise ObjectDamaged(f"it is the object of another path: {header.key.path}")
         yield ObjectReader(blob, header, seal)
@@ -253,8 +264,8 @@ def verify_listed_object(blobs: BlobStore, path: str, cipher: "ObjectCipher | No
         return reader.header
 
 
-def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> ObjectHeader:
-    """Read and verify a header; without a key, it is its own. Raises ObjectDamaged."""
+def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None, layout: KVLayout | None) -> ObjectHeader:
+    """Read and verify a header; without a key, it is its own, and without a layout any. Raises ObjectDamaged."""
     try:
         preamble = bytearray(_PREAMBLE.size)
         blob.read_into([memoryview(preamble)])
@@ -297,6 +308,8 @@ def _read_header(blob: BlobReader, seal: "_Seal", key: ObjectKey | None) -> Obje
         raise ObjectDamaged("its header holds more than is known")
     if header.cipher != seal.name:
         raise ObjectDamaged(f"its cipher is {header.cipher!r}, not {seal.name!r}")
+    if layout is not None and header.layout != layout:  # before anything is computed from it
+        raise ObjectDamaged(f"its KV has another layout: {header.layout}, not {layout}")
     fault = _fault(header)
     if fault is not None:
         raise ObjectDamaged(fault)
@@ -314,7 +327,7 @@ def _fault(header: ObjectHeader) -> str | None:
     if layout.cut != ONE_RANK:
         return f"the layout is not that of one rank: {layout}"
     sizes = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.kinds
-    if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
+    if layout.dtype not in DTYPE_BYTES or min(sizes) < 1 or layout.num_layers > _MAX_LAYERS or max(sizes) > _MAX_SIZE:
         return f"there is no such layout: {layout}"
     for windows in (layout.windows, layout.parts):
         if windows and len(windows) != layout.num_layers:

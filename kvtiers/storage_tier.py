@@ -149,6 +149,7 @@ class StorageTier:
     num_bytes: Callable[[], int] = lambda: 0
     max_bytes: int = 0
     num_evicted: Callable[[], int] = lambda: 0
+    is_open: Callable[[], bool] = lambda: True  # False before a storage that is slow to start with has answered
     read_s: float = 0.002
     hit_share: float = 0.5  # of look-ups in a storage without an index
     write_cpu_s: float = 0.0  # seconds of a core that an object's write takes
@@ -185,7 +186,9 @@ class StorageTier:
 
     @property
     def is_resting(self) -> bool:
-        """True while nothing is read, because reads failed or because all threads hang."""
+        """True while nothing is read, because reads failed, all threads hang, or the storage has never answered."""
+        if not self.is_open():
+            return True
         if not self.reads.is_full:
             return self._read_rests.is_resting
         oldest = next(iter(self._reading.values()), self.clock())
@@ -195,7 +198,7 @@ class StorageTier:
     @property
     def takes_writes(self) -> bool:
         """False while nothing is written, because writes failed or one hangs."""
-        return not (self._is_hanging or self._write_rests.is_resting)
+        return self.is_open() and not (self._is_hanging or self._write_rests.is_resting)
 
     def holds(self, name: bytes) -> bool:
         """Return True where the object is known to be here, or was when it was last read or written."""
@@ -286,12 +289,14 @@ class StorageTier:
         """Warn where the storage can't be listed: a wrong bucket looks like one that has nothing."""
         try:
             await self.reads.run(lambda: next(iter(self.blobs.list()), None))
-        except OSError as error:
+        except Exception as error:
             self.count("errors")
             _log.warning("the %s tier can't be listed: %s", self.name, error)
 
-    async def scan(self, identity: bytes) -> None:
+    async def scan(self, identity: bytes, num_rows: int | None = None) -> None:
         """Bring the index up to date with what lies in the storage of the model with this identity.
+
+        `num_rows` are those of each object; None: any.
 
         Other workers of this machine may write and delete there. Headers alone are read, a few at a time, so that
         reads for prompts come between. An object that can't be read is passed over. Raises OSError where the storage
@@ -308,7 +313,7 @@ class StorageTier:
         new = [key for name, key in found.items() if name not in index]
         for first in range(0, len(new), HEADERS_AT_ONCE):
             some = new[first : first + HEADERS_AT_ONCE]
-            headers = await self.reads.run(partial(self._headers, some, identity))
+            headers = await self.reads.run(partial(self._headers, some, identity, num_rows))
             for name, row_hashes in headers.objects:
                 index.add(name, row_hashes)
             self.count("quarantined", headers.num_damaged)
@@ -343,13 +348,15 @@ class StorageTier:
             raise
         return frozenset(found), opened_s
 
-    def _headers(self, keys: Sequence[str], identity: bytes) -> _Headers:
+    def _headers(self, keys: Sequence[str], identity: bytes, num_rows: int | None) -> _Headers:
         """Return what the headers of the objects with these keys tell. Raises OSError where none can be read."""
         found: list[tuple[bytes, bytes]] = []
         num_damaged = num_unreadable = 0
         for key in keys:
             try:
-                with open_listed_object(self.blobs, key, self.cipher) as stored:
+                with open_listed_object(self.blobs, key, self.cipher, self.layout) as stored:
+                    if num_rows not in (None, stored.header.num_rows):
+                        raise ObjectDamaged(f"it has {stored.header.num_rows} rows, not {num_rows}")
                     if stored.header.identity == identity:
                         found.append((stored.header.name, stored.header.row_hashes))
             except BlobMissing:
@@ -360,7 +367,7 @@ class StorageTier:
                 _log.warning("%s is put aside: %s", key, error)
                 num_damaged += 1
                 self._put_aside(key)
-            except OSError as error:
+            except Exception as error:  # whatever it is, the others may do
                 num_unreadable += 1
                 if num_unreadable == len(keys) > 1:
                     raise

@@ -26,6 +26,8 @@ READ_THREADS = 4
 """Objects that are read at a time from one storage, each on a thread of its own."""
 SHARED_READ_S = 0.02
 """Seconds that a shared storage takes to answer, before it has been asked."""
+OPEN_S = 5.0
+"""Seconds for which a worker's start waits for the directories; one that answers later joins then."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,15 @@ def make_tiers(
 
 
 def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
-    """Return the tiers behind the host's, in the order in which they are looked up. Raises ConfigError."""
+    """Return the tiers behind the host's, in the order in which they are looked up. May block for OPEN_S.
+
+    Raises ConfigError, but for a directory that does not answer by then.
+    """
     from twostroke.kvtiers.objects import ObjectCipher
     from twostroke.kvtiers.storage.bucket import BucketBlobs
+    from twostroke.kvtiers.storage.opening import OpeningBlobs
     from twostroke.kvtiers.storage.quota import QuotaBlobs
-    from twostroke.kvtiers.storage.threads import BlockingCalls
+    from twostroke.kvtiers.storage.threads import BlockingCalls, on_thread
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtiers.tier_index import TierIndex
 
@@ -104,25 +110,38 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
         return StorageTier(name, blobs, layout, reads, writes, time.monotonic, cipher, **more)
 
     tiers: list[StorageTier] = []
+    opening: list[OpeningBlobs[Any]] = []
     if config.disk.path is not None:
         evicted: deque[str] = deque()
-        disk = QuotaBlobs(_files("disk.path", config.disk.path), config.disk.bytes, on_evicted=evicted.append)
+        path, quota = config.disk.path, config.disk.bytes
+        disk = OpeningBlobs(
+            "disk",
+            on_thread("open-disk", lambda: QuotaBlobs(_files("disk.path", path), quota, on_evicted=evicted.append)),
+        )
+        opening.append(disk)
         tiers.append(
             tier(
                 "disk",
                 disk,
                 index=TierIndex(),
                 evicted=evicted,
-                num_bytes=lambda: disk.num_bytes,
-                max_bytes=disk.max_bytes,
-                num_evicted=lambda: disk.num_evicted,
+                num_bytes=lambda: 0 if disk.opened is None else disk.opened.num_bytes,
+                max_bytes=quota,
+                num_evicted=lambda: 0 if disk.opened is None else disk.opened.num_evicted,
+                is_open=lambda: disk.opened is not None,
             )
         )
     if config.shared.path is not None:
-        tiers.append(tier("shared", _files("shared.path", config.shared.path), read_s=SHARED_READ_S))
+        place = config.shared.path
+        shared = OpeningBlobs("shared", on_thread("open-shared", lambda: _files("shared.path", place)))
+        opening.append(shared)
+        tiers.append(tier("shared", shared, read_s=SHARED_READ_S, is_open=lambda: shared.opened is not None))
     if config.shared.url is not None:
         bucket = BucketBlobs(config.shared.url, endpoint=config.shared.endpoint)
         tiers.append(tier("shared", bucket, read_s=SHARED_READ_S))
+    ends_at = time.monotonic() + OPEN_S
+    for one in opening:
+        one.wait(max(0.0, ends_at - time.monotonic()))
     return tiers
 
 

@@ -92,7 +92,10 @@ class FileBlobs:
         self._is_prepared = False
 
     def prepare(self) -> None:
-        """Make our folders where they lack. Raises OSError where others could read them, or nothing can be written."""
+        """Make our folders where they lack.
+
+        Raises OSError where they are somebody else's, others could read them, or nothing can be written.
+        """
         ours = self.root / OUR_FOLDER
         for folder in (ours, self._base, self._objects, self._quarantine):
             with suppress(FileExistsError):
@@ -100,6 +103,9 @@ class FileBlobs:
         found = ours.lstat()
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is no folder; where it is a link, name the folder", str(ours))
+        if found.st_uid != (user := os.geteuid()):
+            what = f"it belongs to user {found.st_uid}, not to user {user} who runs this"
+            raise PermissionError(errno.EPERM, f"{what}; chown -R {user} {ours}, or name another folder", str(ours))
         if stat.S_IMODE(found.st_mode) & 0o077:
             raise PermissionError(errno.EPERM, f"others could read KV there; chmod 700 {ours}", str(ours))
         note = self._base / "FORMAT"

@@ -9,9 +9,24 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
+
+
+def on_thread(name: str, call: Callable[[], ResultT]) -> "Future[ResultT]":
+    """Return the call's result to come, from a daemon thread of its own."""
+    future: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # the waiter's to handle
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class BlockingCalls:

@@ -1,6 +1,7 @@
 """Settings of KV tiers: what a configuration may say, and what a process checks on its own machine."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.kvtiers import config
 from twostroke.kvtiers.config import PASSING_BYTES, TiersConfig, check_machine, check_objects, read_key
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import from_plain, to_plain
@@ -216,3 +218,14 @@ def test_a_key_that_lacks_or_that_others_can_write_is_refused(tmp_path: Path) ->
         with pytest.raises(ConfigError, match=rf"^kv_cache\.tiers\.key_file: others can write {path}: chmod 400 "):
             check_machine(tiers_at(tmp_path, key_file=path))
     assert read_key(key_file(tmp_path, bytes(32), 0o444)) == bytes(32)  # as Kubernetes mounts a Secret
+
+
+def test_directories_that_hang_are_warned_of_and_keep_nothing_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(config, "ANSWER_S", 0.01)
+    monkeypatch.setattr(config, "_check_directory", lambda *_: answers.wait(60.0))
+    (warning,) = check_machine(tiers_at(tmp_path))
+    assert warning == "kv_cache.tiers: its directories have not answered for 0.01 s: workers start without them"
+    answers.set()

@@ -97,6 +97,17 @@ def test_a_folder_that_others_may_read_is_refused(blobs: FileBlobs) -> None:
         blobs.write(KEY, views(b"secret"))
 
 
+def test_a_folder_of_another_user_is_refused(blobs: FileBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    blobs.write(KEY, views(b"secret"))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    found = (
+        rf"it belongs to user {user}, not to user {user + 1} .*; chown -R {user + 1} .*twostroke-kv, or name another"
+    )
+    with pytest.raises(PermissionError, match=found):
+        FileBlobs(blobs.root, sync=False).prepare()
+
+
 @pytest.mark.parametrize(
     "key",
     [

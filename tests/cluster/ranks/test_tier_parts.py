@@ -1,13 +1,19 @@
 """Storage of a worker's KV tiers, made of its settings."""
 
+import asyncio
+import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.kvtiers.rig import PLAIN, sample
+from twostroke.cluster.ranks import tier_parts
 from twostroke.cluster.ranks.tier_parts import storage_of
 from twostroke.kvtiers.config import TiersConfig
+from twostroke.kvtiers.storage.files import FileBlobs
+from twostroke.kvtiers.storage.opening import OpeningBlobs
 from twostroke.protocol.errors import ConfigError
 
 
@@ -36,3 +42,64 @@ def test_a_directory_that_others_can_read_is_refused_at_start(tmp_path: Path) ->
         ConfigError, match=rf"^kv_cache\.tiers\.disk\.path: {ours.parent} can't be used: others could read KV there; "
     ):
         storage_of(tiers_in(tmp_path), PLAIN)
+
+
+class HangingDisk:
+    """Directories that answer when they are let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.answers = threading.Event()
+        prepare = FileBlobs.prepare
+
+        def prepare_late(blobs: FileBlobs) -> None:
+            assert self.answers.wait(60.0)
+            prepare(blobs)
+
+        monkeypatch.setattr(FileBlobs, "prepare", prepare_late)
+        monkeypatch.setattr(tier_parts, "OPEN_S", 0.01)
+
+
+def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = sample(PLAIN)
+    one.write(storage_of(tiers_in(tmp_path), PLAIN)[0].blobs)
+    hanging = HangingDisk(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        tiers = storage_of(tiers_in(tmp_path), PLAIN)
+    assert len(tiers) == 2
+    disk = tiers[0]
+    assert "the disk tier waits for its storage, which does not answer" in caplog.text
+    assert [(tier.is_resting, tier.takes_writes, tier.stats().num_bytes) for tier in tiers] == [(True, False, 0)] * 2
+
+    async def scan() -> None:
+        scanning = asyncio.create_task(disk.scan(one.key.identity))
+        await asyncio.sleep(0)
+        assert not scanning.done()
+        hanging.answers.set()
+        await scanning
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scan())
+        for tier in tiers:
+            assert isinstance(tier.blobs, OpeningBlobs)
+            assert tier.blobs.wait(60.0)
+    assert disk.holds(one.key.name)
+    assert [(tier.is_resting, tier.takes_writes) for tier in tiers] == [(False, True)] * 2
+    assert disk.stats().num_bytes > 0
+    for tier in tiers:
+        tier.close()
+
+
+def test_a_directory_that_answers_late_with_a_refusal_stays_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = HangingDisk(monkeypatch)
+    disk, shared = storage_of(tiers_in(tmp_path), PLAIN)
+    (tmp_path / "disk" / "twostroke-kv").mkdir(mode=0o755)
+    hanging.answers.set()
+    with pytest.raises(OSError, match=r"could not be opened: kv_cache\.tiers\.disk\.path: .* others could read KV"):
+        list(disk.blobs.list())
+    assert (disk.is_resting, disk.takes_writes) == (True, False)
+    for tier in (disk, shared):
+        tier.close()

@@ -287,14 +287,15 @@ async def test_what_other_workers_write_and_delete_is_learned_within_half_a_minu
     assert len(rig.tiers.index) == 0
 
 
+@pytest.mark.parametrize("error", [OSError("the directory is gone"), MemoryError("anything else")])
 @played_by(play)
 async def test_a_storage_that_cannot_be_listed_is_listed_again_later(
-    rig: TiersRig, monkeypatch: pytest.MonkeyPatch
+    rig: TiersRig, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     rig.store(FOUR)
 
     def fail(_: str) -> None:
-        raise OSError("the directory is gone")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(rig.disk.blobs, "list", fail)
