@@ -60,8 +60,15 @@ class WorkerConfig(Section):
     requests no pulls that spare less than `router.pull_min_tokens`. Raise it where the wire is slow and the worker is
     fast."""
     max_step_s: Interval = 60.0
-    """Seconds after which a step is stuck: the worker takes no more requests and is replaced. Raise it for huge steps
-    on slow machines."""
+    """Seconds after which any step is hung: the worker ends its requests, which go on elsewhere, and is replaced. It
+    is the bound of steps whose shape is new, since their kernels may still be compiled. Raise it for huge steps on slow
+    machines."""
+    hang_factor: Annotated[float, Ge(2)] = 10.0
+    """A step of a known shape is hung after this multiple of the time that the worker expects of it by earlier steps,
+    within `min_hang_s` and `max_step_s`."""
+    min_hang_s: Interval = 5.0
+    """Seconds that every step may take before it is hung. Lower it for shorter gaps where an engine hangs, raise it
+    where other programs hold up the machine for seconds."""
     integrity_interval_s: NonNegativeFloat = 10.0
     """Seconds between checks of an idle worker's block accounting, at least."""
     token_channel: TokenServerConfig = Field(default_factory=TokenServerConfig)

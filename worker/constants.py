@@ -39,6 +39,9 @@ AHEAD_S = 0.003
 
 This is enough for the event loop and for the launch of a GPU's first kernels. Requests that arrive later are not in the
 next step."""
+WATCH_S = 0.25
+"""Seconds between two looks at the step under way. A look that comes later by more than this shows that the process
+stood still."""
 
 # --- Reports ---
 

@@ -40,5 +40,6 @@ class WorkerDeps:
     work: StepWork | None = None  # the model's; None: utilisation is not reported
     limits: MachineLimits | None = None  # of the machine, for all ranks together
     gpu_use: Callable[[], GpuUse | None] = lambda: None
+    dropped_log_lines: Callable[[], int] = lambda: 0
     machine: str = ""  # as WorkerInfo has it
     tiers: KVTiers | None = None  # closed by the worker's `stop`; None: KV dies with the worker

@@ -16,7 +16,7 @@ the relative error, none below 0. Four rules make that safe on live steps:
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ NARROWER = 4.0  # times, once that has settled
 EDGE = 4.0  # times the usual error: the least
 LEAST_ERROR = 0.02  # the usual error is taken to be at least this
 LEAST_S = 1e-9  # no step takes less
+FAMILIAR_STEPS = 4  # steps of a shape after which its kernels are compiled and its costs known
 LEAST_PART = 0.05  # of what the steps taken in together mostly take: errors are relative to no less than this
 
 # The ties. Reading all weights, which is most of the constant, takes a CPU as long as computing dozens of tokens, and a
@@ -122,6 +123,7 @@ class StepCostFit:
         self._num_told = 0
         self._num_samples = 0
         self._num_pending = 0
+        self._shapes: Counter[tuple[int, int]] = Counter()  # steps that have run, by their shape
         self._kinds: dict[tuple[int, ...], _Kind] = {}  # the one with the newest sample last
         self._solution: Array | None = None
         self._costs: StepCosts | None = None
@@ -132,6 +134,7 @@ class StepCostFit:
         A step that is not plain did more than its content says (logits of whole prompts). It counts only before the
         first plain step: otherwise a worker that only scores prompts would have no costs, and an unbounded queue.
         """
+        self._shapes[_shape_of(content)] += 1
         if self._is_plain and not is_plain:
             return
         self._is_plain |= is_plain
@@ -178,6 +181,17 @@ class StepCostFit:
     def costs(self) -> StepCosts | None:
         """Return the costs of the last fit; None before the first."""
         return self._costs
+
+    def familiar_s(self, content: StepContent) -> float | None:
+        """Return the seconds that a step is expected to take; None where steps of its shape may still be compiled."""
+        if self._costs is None or self._shapes[_shape_of(content)] < FAMILIAR_STEPS:
+            return None
+        return content.expected_s(self._costs)
+
+
+def _shape_of(content: StepContent) -> tuple[int, int]:
+    """Return what kernels are compiled for: the sizes of a step's parts, to a factor of two."""
+    return content.prompt_tokens.bit_length(), content.rows.bit_length()
 
 
 def _kind_of(content: StepContent) -> tuple[int, ...]:

@@ -1,15 +1,16 @@
 """The step loop of a worker, the same in both roles: it steps, idles, drains, dies of its engine, or is stopped.
 
 One task keeps a worker stepping: it runs while there is work, sleeps until woken, and dies visibly. A step under way is
-not cancelled, since an engine writes into blocks until its step ends. A step that takes longer than `max_step_s` is
-stuck: its worker is unhealthy, and nothing waits for the step any longer. `StepsUnderWay` holds the steps that the
-engine has been given and has not finished: one that runs, and perhaps the next behind it.
+not cancelled, since an engine writes into blocks until its step ends. Another task watches the steps: a step that takes
+longer than its bound is hung, and the worker dies of it as of an error, except that the step keeps its blocks.
+`StepsUnderWay` holds the steps that the engine has been given and has not finished: one that runs, and perhaps the next
+behind it.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
@@ -20,9 +21,9 @@ from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.config import WorkerConfig
-from twostroke.worker.constants import AHEAD_S, MOST_BROKEN_REQUESTS
+from twostroke.worker.constants import AHEAD_S, MOST_BROKEN_REQUESTS, WATCH_S
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.step_costs import StepContent
+from twostroke.worker.step_costs import StepContent, StepCostFit
 
 _log = logging.getLogger(__name__)
 
@@ -45,19 +46,21 @@ class SteppingWorker(Protocol):
 
 @dataclass(eq=False)
 class StepLoop:
-    """Calls the worker's `step` again and again. The first exception ends that for good: the worker has died."""
+    """Calls the worker's `step` again and again. An exception or a hung step ends that: the worker has died."""
 
     worker: SteppingWorker
     worker_id: str  # for messages
     pools: Sequence[BlockPool]  # checked where the worker is idle
     clock: Clock
     config: WorkerConfig
+    step_bound_s: Callable[[], float]  # after which the step that runs is hung
     is_draining: bool = field(default=False, init=False)
     """True while the worker takes no new requests, since it is to end, or a router has said so."""
     _is_ending: bool = field(default=False, init=False)  # draining, and for good
     _is_ordered: bool = field(default=False, init=False)  # an operator has it drain
     _is_stopping: bool = field(default=False, init=False)
     _task: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _watch: "asyncio.Task[None] | None" = field(default=None, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     # Set where nothing is under way, and at the end.
     _quiet: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -65,11 +68,13 @@ class StepLoop:
     _checked_at: float = field(default=-math.inf, init=False)
     _engine_loss: WorkerLost | None = field(default=None, init=False)  # the error to die of
     _failure: BaseException | None = field(default=None, init=False)  # the error it died of
+    has_hung: bool = field(default=False, init=False)  # it died of a step that did not end
     _hanging_up: "asyncio.Task[None] | None" = field(default=None, init=False)
 
     def start(self) -> None:
         """Begin to step, on the event loop that serves the worker."""
         self._task = asyncio.create_task(self._run(), name="step-loop")
+        self._watch = asyncio.create_task(self._watch_steps(), name="step-watch")
 
     def wake(self) -> None:
         """Look for work: there may be a request, free blocks, or nothing left at all."""
@@ -84,13 +89,11 @@ class StepLoop:
         self._work.set()
 
     def check_health(self) -> None:
-        """Raises WorkerLost where the worker has died, does not run, or is stuck in a step."""
+        """Raises WorkerLost where the worker has died, of a hung step too, or does not run."""
         if self._failure is not None:
             raise WorkerLost(f"the step loop has died: {self._failure!r}") from self._failure
         if self._task is None or self._is_stopping:
             raise WorkerLost("the worker is not running")
-        if self._step_time_left() < 0:
-            raise WorkerLost(f"a step has not ended in {self.config.max_step_s:g} s")
 
     def check_takes_requests(self) -> None:
         """Raises WorkerLost where the worker is not healthy, WorkerLeaving where it is draining."""
@@ -111,7 +114,7 @@ class StepLoop:
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
         self._is_ending = self.is_draining = True
-        if self._task is not None and not self._task.done() and self.worker.is_busy:
+        if self._failure is None and self._task is not None and not self._task.done() and self.worker.is_busy:
             self._quiet.clear()
             self._work.set()
             await self._quiet.wait()
@@ -119,7 +122,7 @@ class StepLoop:
     async def stop(self) -> None:
         """Stop stepping; steps under way finish first. May be called more than once.
 
-        A step that is stuck is left alone, with the blocks that it may write into: only the process's end ends it.
+        A step that is hung is left alone, with the blocks that it may write into: only the process's end ends it.
         """
         self._is_ending = self.is_draining = self._is_stopping = True
         self._work.set()
@@ -127,21 +130,36 @@ class StepLoop:
             while not self._task.done() and (time_left := self._step_time_left()) > 0:  # each has its own time
                 await asyncio.wait({self._task}, timeout=time_left)
             if not self._task.done():
-                _log.error("a step has not ended in %g s: the worker stops without it", self.config.max_step_s)
+                _log.error("a step has not ended in its %g s: the worker stops without it", self.step_bound_s())
                 self._task.cancel()
                 await asyncio.wait({self._task})
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
         if self._hanging_up is not None:
             await self._hanging_up
         self._quiet.set()
 
     def _step_time_left(self) -> float:
-        """Return the seconds until the step under way, or one that began now, is stuck."""
+        """Return the seconds until the step under way, or one that began now, is hung."""
         began = self._step_began
-        return self.config.max_step_s - (0.0 if began is None else self.clock() - began)
+        return self.step_bound_s() - (0.0 if began is None else self.clock() - began)
+
+    async def _watch_steps(self) -> None:
+        """Let the worker die of a step that exceeds its bound. Time that the process stood still does not count."""
+        while self._failure is None:
+            before = self.clock()
+            await asyncio.sleep(WATCH_S)
+            began, overslept_s = self._step_began, self.clock() - before - WATCH_S
+            if began is not None and overslept_s > WATCH_S:
+                self._step_began = min(began + overslept_s, self.clock())
+            if began is not None and self._step_time_left() < 0:
+                self.has_hung, bound_s = True, self.step_bound_s()
+                self._die(WorkerLost(f"the engine hangs: a step has not ended in {bound_s:.1f} s, its bound"))
 
     async def _run(self) -> None:
         try:
-            while not self._is_stopping or self.worker.is_ahead:
+            while not (self._is_stopping or self._failure is not None) or self.worker.is_ahead:
                 self._work.clear()
                 if self._engine_loss is not None and not self.worker.is_ahead:
                     raise self._engine_loss
@@ -154,12 +172,18 @@ class StepLoop:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a panic in Rust is no Exception, and must not end the loop in silence
-            _log.exception("the step loop has died")
-            self._failure = error
-            self.worker.fail_all(f"the engine of worker {self.worker_id} died: {error!r}")
-            self._quiet.set()
-            # Routers see the channel go and turn elsewhere, long before the next health check.
-            self._hanging_up = asyncio.create_task(self.worker.hang_up(), name="hang up")
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """End all requests and hang up; a hung step that ends or fails after that changes nothing."""
+        if self._failure is not None:
+            return
+        _log.error("the step loop has died: %s", error, exc_info=error)
+        self._failure = error
+        self.worker.fail_all(f"the engine of worker {self.worker_id} died: {error!r}")
+        self._quiet.set()
+        # Routers see the channel go and turn elsewhere, long before the next health check.
+        self._hanging_up = asyncio.create_task(self.worker.hang_up(), name="hang up")
 
     def _idle(self) -> None:
         if self.worker.is_busy:
@@ -276,6 +300,13 @@ class StepsUnderWay(Generic[StepT]):
         if left > 0:
             await asyncio.wait([running.result], timeout=left)
         return not running.result.done()
+
+    def bound_s(self, costs: StepCostFit, config: WorkerConfig) -> float:
+        """Return the seconds after which the step that runs is hung. It may take longer where its shape is new."""
+        expected_s = costs.familiar_s(self._steps[0].content) if self._steps else None
+        if expected_s is None:
+            return config.max_step_s
+        return min(config.max_step_s, max(config.min_hang_s, config.hang_factor * expected_s))
 
     async def first_ended(self) -> EndedStep[StepT]:
         """Wait for the step that runs. Raises the engine's error; the engine then does nothing more."""

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TypeVar
 
 from twostroke.kvtiers.kv_tiers import TieredWorker
@@ -101,7 +102,8 @@ class Worker:
         self._scheduler = Scheduler(deps.pool, config, deps.max_context, policy, self._swapping, speculator)
         self._steps = StepsUnderWay[ScheduledStep](deps.engine, deps.clock)
         pools = (deps.pool,) if self._swapping.pool is None else (deps.pool, self._swapping.pool)
-        self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config)
+        bound = partial(self._steps.bound_s, self._costs, config)
+        self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config, bound)
         in_tiers = None if deps.tiers is None else deps.tiers.index
         self._token_server = TokenServer(
             self, deps.peer, deps.network, config.token_channel, deps.pool, deps.clock, in_tiers
@@ -172,6 +174,8 @@ class Worker:
             collection_seconds=collection_seconds(),
             costs=costs,
             is_draining=self._loop.is_draining,
+            dropped_log_lines=deps.dropped_log_lines(),
+            has_hung=self._loop.has_hung,
             step_role=self._step_role,
             gpu=deps.gpu_use(),
             expert_skews=() if self._expert_load is None else self._expert_load.skews(),
@@ -186,7 +190,7 @@ class Worker:
         )
 
     def check_health(self) -> None:
-        """Raises WorkerLost where the step loop has died, does not run, or is stuck in a step."""
+        """Raises WorkerLost where the step loop has died, or does not run."""
         self._loop.check_health()
 
     def resume(self, *, is_ordered: bool = False) -> None:
@@ -259,8 +263,7 @@ class Worker:
 
         A request that its router cancels returns without a finish reason. Raises RequestError (can't be served),
         TicketRefused or EpochMismatch (a ticket for another worker), WorkerLost (the worker is ending, its engine died,
-        or there is no token channel to the router any more).
-        """
+        or there is no token channel to the router any more)."""
         return await logged("decode", request, self._clock, self._decode(request, ticket, pull))
 
     async def _prefill(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> PrefillReply:
@@ -536,7 +539,8 @@ class Worker:
                 self._abort(call, reason, WorkerLost(reason))
 
     async def hang_up(self) -> None:
-        """Close the token channel: routers see it go, and turn elsewhere."""
+        """Close the token channel, after the last numbers: routers see it go, and turn elsewhere."""
+        self._token_server.send_stats()
         await self._token_server.close()
 
     # --- KV transfer ---

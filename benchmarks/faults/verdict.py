@@ -83,7 +83,7 @@ def has_repeats(tokens: Sequence[int], wanted: Sequence[int]) -> bool:
     return list(came_again) == list(before) and list(tokens[at + extra :]) == list(wanted[at:])
 
 
-Family = Literal["kill", "stop", "partition", "network", "load"]
+Family = Literal["kill", "hang", "stop", "partition", "network", "load"]
 
 
 @dataclass(frozen=True)

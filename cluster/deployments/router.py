@@ -25,7 +25,7 @@ from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, publishe
 from twostroke.cluster.autoscaling.serve_policy import ROUTER
 from twostroke.cluster.config.config import ClusterConfig, keys_of
 from twostroke.cluster.config.model_folder import chat_template_text, resolve_model_folder, served_name
-from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica
+from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica, num_dropped_lines
 from twostroke.cluster.config.sections import ModelSection, RouterSection
 from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
 from twostroke.cluster.deployments.key_watch import KeyWatch
@@ -208,6 +208,7 @@ class RouterReplica:
             other_routers=others.readings if replicas > 1 else no_other_routers,
             expected=lambda: {"router": replicas, **{str(role): count for role, count in self._workers().items()}},
             scaling=self._scaling,
+            dropped_log_lines=num_dropped_lines,
         )
         doctor = Doctor(fleet=fleet, stats=channels.stats, secret=secret, expected=self._workers)
         self._app = build_app(self._service, doctor)

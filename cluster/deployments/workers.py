@@ -6,13 +6,14 @@ since the process that deploys and the router's process load this module too.
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 
-from twostroke.cluster.config.process_logs import log_as_replica
+from twostroke.cluster.config.process_logs import close_logs, log_as_replica
 from twostroke.cluster.config.sections import Placement
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.fleet import worker_metadata
@@ -111,9 +112,18 @@ class _WorkerReplica:
         return worker_metadata(self._info)
 
     async def check_health(self) -> None:
-        """Serve asks this of replicas that it keeps, never of those that it takes down."""
+        """Serve asks this of replicas that it keeps, never of those that it takes down.
+
+        Where the worker has died, the process ends: an engine's thread that hangs can't be ended otherwise, and Serve
+        replaces what is gone sooner than what fails its checks.
+        """
         if self._worker is not None:
-            self._worker.check_health()
+            try:
+                self._worker.check_health()
+            except WorkerLost as error:
+                _log.critical("the process of worker %s ends: %s", self._peer.worker_id, error)
+                close_logs()
+                os._exit(1)
             self._worker.resume()  # a router may have heard otherwise, and said so
 
     async def __del__(self) -> None:

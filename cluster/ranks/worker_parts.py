@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from twostroke.cluster.config.model_folder import resolve_model_folder
+from twostroke.cluster.config.process_logs import num_dropped_lines
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.led_ranks import LedRanks, StageRanks
 from twostroke.cluster.ranks.rank_parts import RankParts, limit_spinning, load_rank
@@ -117,6 +118,7 @@ async def load_parts(
             work=rank.loaded.work(),
             limits=rank.loaded.limits.times(settings.parallel.num_ranks),
             gpu_use=watch_gpu(device := rank.loaded.kv_cache.tensors[0].device),
+            dropped_log_lines=num_dropped_lines,
             machine=_shared_machine(settings, host, device),
             tiers=None if tier_parts is None else tier_parts.tiers,
         )

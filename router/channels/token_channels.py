@@ -6,6 +6,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from twostroke.protocol.messages import (
 from twostroke.protocol.network import Connection, Network
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Interval, Section
-from twostroke.protocol.stats import WorkerInfo, WorkerStats
+from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_stream import TokenStream
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class TokenChannels:
         self._followed: list[WorkerInfo] = []
         self._left: set[Peer] = set()  # those with a channel that are not followed
         self._leaving: set[asyncio.Task[None]] = set()
+        self.num_hung = Counter[Role]()
+        """Workers whose engines hung, by role."""
 
     def follow(self, workers: Iterable[WorkerInfo]) -> None:
         """Keep a channel to each of `workers`, and to others until no request uses it. Connects in the background.
@@ -202,7 +205,9 @@ class TokenChannels:
         task.add_done_callback(self._leaving.discard)
 
     def _open(self, info: WorkerInfo) -> "WorkerChannel":
-        return WorkerChannel(info, self._network, self.peer, self._clock, self._config, self._listener, self._blocked)
+        return WorkerChannel(
+            info, self._network, self.peer, self._clock, self._config, self._listener, self._blocked, self.num_hung
+        )
 
 
 class WorkerChannel:
@@ -221,6 +226,7 @@ class WorkerChannel:
         config: TokenChannelConfig,
         listener: ChannelListener,
         blocked: BlockedRequests,
+        num_hung: Counter[Role],
     ):
         self.info = info
         self.stats: WorkerStats | None = None
@@ -233,6 +239,7 @@ class WorkerChannel:
         self._config = config
         self._listener = listener
         self._blocked = blocked
+        self._num_hung = num_hung
         self._connection: Connection | None = None
         self._attempt: asyncio.Future[WorkerLost | None] = asyncio.get_running_loop().create_future()
         self._failed = False  # the last attempt, or the last connection
@@ -385,6 +392,7 @@ class WorkerChannel:
                         self.sendings.pop(message.request_id, _nothing)()
                     case StatsFrame():
                         self.stats = message.stats
+                        self._num_hung[self.info.role] += message.stats.has_hung
                         self._listener.on_stats(self.info.peer, message.stats)
                     case BlocksHeld() | BlocksChanged():
                         self._hear_of_blocks(message)

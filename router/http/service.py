@@ -29,6 +29,8 @@ from twostroke.router.observe.scaling import Expected, LastScaling, planned_fami
 from twostroke.router.observe.scrape import (
     OtherRouters,
     RouterMetricsSample,
+    dropped_lines_family,
+    hangs_family,
     no_other_routers,
     other_versions_family,
     own_collections_family,
@@ -110,6 +112,7 @@ class RouterService:
     other_versions: Callable[[], Mapping[Role, Collection[str]]] = dict
     expected: Expected = dict
     scaling: LastScaling = lambda: None
+    dropped_log_lines: Callable[[], int] = lambda: 0
     clock: Clock = time.monotonic
     wall_clock: Clock = time.time
 
@@ -303,6 +306,8 @@ class RouterService:
                 *path_families(self.pipeline.paths, self.pipeline.num_tier_reads, moves.num_moved, moves.num_failed),
                 *planned,
                 left_out,
+                hangs_family(self.channels.num_hung),
+                dropped_lines_family(self.dropped_log_lines()),
                 own_collections_family(),
             ),
             tuple(self._worker_numbers()),

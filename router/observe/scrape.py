@@ -80,6 +80,7 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[WorkerStats], float]]] = (
     ("num_preemptions_swapped", "Of these, whose KV went to host memory.", lambda stats: stats.swaps),
     ("kv_swap_bytes", "Bytes of KV copied to host memory and back.", lambda stats: stats.swap_bytes),
     ("kv_swap_seconds", "Time of these copies.", lambda stats: stats.swap_seconds),
+    ("worker_log_lines_dropped", "Log lines that the worker dropped.", lambda stats: stats.dropped_log_lines),
     ("worker_requests_finished", "Requests that ended by themselves.", lambda stats: stats.finished_requests),
     ("worker_requests_aborted", "Requests that were cancelled or failed.", lambda stats: stats.aborted_requests),
     ("kv_transfers", "KV transfers that succeeded.", lambda stats: stats.transfers_done),
@@ -219,6 +220,18 @@ def other_versions_family(names: Mapping[Role, Collection[str]]) -> Metric:
     about = "Workers that a router leaves out, since they run another version than it does."
     numbers = {str(role): len(names.get(role, ())) for role in ROLES}
     return family(Gauges, "workers_of_another_version", about, ("role",), numbers)
+
+
+def hangs_family(hangs: Mapping[Role, int]) -> Metric:
+    """Return the series of workers whose engines hung, as this router heard from them."""
+    about = "Workers that ended since a step of their engine did not end within its bound."
+    return family(Counters, "engine_hangs", about, ("role",), {str(role): float(hangs.get(role, 0)) for role in ROLES})
+
+
+def dropped_lines_family(num_lines: int) -> Metric:
+    """Return the series of log lines that this router has dropped."""
+    about = "Log lines that a router dropped: its output stalled or failed."
+    return family(Counters, "router_log_lines_dropped", about, (), {"": float(num_lines)})
 
 
 def exposition(samples: Sequence[RouterMetricsSample]) -> bytes:

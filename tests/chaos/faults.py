@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_api_key, revoke_api_key
-from tests.chaos.orders import Cut, Deed, Gone, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
+from tests.chaos.orders import Cut, Deed, Gone, HangEngine, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.stalled_clients import Part, StalledClients
 from tests.rigs.processes import comes, process_state
 from twostroke.benchmarks.faults.load import PATIENCE_S, ServerAddress, SteadyLoad
-from twostroke.benchmarks.faults.verdict import Injected
+from twostroke.benchmarks.faults.verdict import Family, Injected
 from twostroke.cluster.commands.workers import num_requests
 
 BACK_MOST_S = 60.0
@@ -80,6 +80,14 @@ class Injector:
                 await self._server.control.order(worker, LoseEngine())
 
         return await self._end(f"engine {role}", role, strike)
+
+    async def hang_engine(self, role: str) -> Injected | None:
+        """The engine's thread hangs. Proof: as for `kill`; the worker has noticed and ended its own process."""
+
+        async def strike(worker: Worker) -> None:
+            await self._server.control.order(worker, HangEngine())
+
+        return await self._end(f"hung engine {role}", role, strike, "hang")
 
     async def stop(self, role: str) -> Injected | None:
         """SIGSTOP and, after some seconds, SIGCONT. Proof: the kernel says that it is stopped, and then that it isn't.
@@ -293,7 +301,9 @@ class Injector:
     def _victim(self, role: str) -> Worker:
         return self._draw.choice(self._server.control.of_role(role))
 
-    async def _end(self, name: str, role: str, strike: Callable[[Worker], Awaitable[None]]) -> Injected | None:
+    async def _end(
+        self, name: str, role: str, strike: Callable[[Worker], Awaitable[None]], family: Family = "kill"
+    ) -> Injected | None:
         """One worker dies of a strike, a while after the last one, and another takes its place.
 
         A request that two workers die of before either has given it a token is poison to a router, which may let no
@@ -306,7 +316,7 @@ class Injector:
             begin = time.monotonic()
             await strike(worker)
             has_gone = await comes(lambda: worker.gone.is_set() and process_state(worker.pid) == "", within_s=GONE_S)
-            self._last_death = time.monotonic()
+            gone_at = self._last_death = time.monotonic()
         if not has_gone:
             return None
         await self._whole(role)
@@ -314,7 +324,7 @@ class Injector:
         if worker.worker_id in {one.worker_id for one in self._server.control.of_role(role)}:
             return None
         proof = f"pid {worker.pid} gone, another worker is there"
-        return Injected(name, "kill", begin, end, proof, back_s=end - begin)
+        return Injected(name, family, begin, end, proof, back_s=end - (gone_at if family == "hang" else begin))
 
     async def _small(self, name: str, role: str, strike: Callable[[Worker], Awaitable[int]]) -> Injected | None:
         begin = time.monotonic()
@@ -394,6 +404,7 @@ def role_lane(injector: Injector, role: str) -> Sequence[tuple[int, Strike]]:
     return [
         (5, lambda: injector.kill(role)),
         (1, lambda: injector.lose_engine(role)),
+        (2, lambda: injector.hang_engine(role)),
         (4, lambda: injector.stop(role)),
         (3, lambda: injector.partition(role, "routers")),
         (3, lambda: injector.partition(role, "workers")),

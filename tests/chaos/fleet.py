@@ -13,6 +13,7 @@ from typing import IO, Any
 import msgspec
 
 from tests.chaos.orders import Control
+from tests.chaos.verdict import STEP_BOUND_S
 from twostroke.benchmarks.faults.load import ServerAddress
 from twostroke.cluster.commands.workers import order as order_worker
 from twostroke.cluster.config.config import read_config
@@ -35,8 +36,8 @@ SETTINGS: dict[str, Any] = {
     # Tokens are compared: bf16 leaves near-ties that the order of additions decides.
     "model": {"dtype": "float32"},
     # Room for what runs at once, and not for every prompt of the run: KV has to travel.
-    "prefill": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
-    "decode": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400},
+    "prefill": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400, "max_step_s": STEP_BOUND_S},
+    "decode": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400, "max_step_s": STEP_BOUND_S},
     "router": {"replicas": REPLICAS, "body_timeout_s": 5.0, "send_timeout_s": SEND_TIMEOUT_S},
 }
 
@@ -154,7 +155,11 @@ class ServerUnderChaos:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.fleet"],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+                "OMP_NUM_THREADS": "1",
+            },
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._output,

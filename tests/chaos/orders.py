@@ -63,7 +63,11 @@ class LoseEngine(msgspec.Struct, frozen=True, tag=True):
     """The engine is dead, as its worker would find it."""
 
 
-Deed = Partition | Cut | Tamper | HarmLink | Slow | LoseEngine
+class HangEngine(msgspec.Struct, frozen=True, tag=True):
+    """The engine's thread waits for ever, as a kernel or a driver that hangs has it. Fires once it does."""
+
+
+Deed = Partition | Cut | Tamper | HarmLink | Slow | LoseEngine | HangEngine
 
 
 class Order(msgspec.Struct, frozen=True):

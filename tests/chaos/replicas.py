@@ -3,13 +3,26 @@
 import asyncio
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from tests.chaos.faulty import FaultyNetwork, FaultyTransport, LinkFaults
-from tests.chaos.orders import Arrived, Cut, Deed, HarmLink, LoseEngine, Order, Partition, Report, Slow, Tamper
+from tests.chaos.orders import (
+    Arrived,
+    Cut,
+    Deed,
+    HangEngine,
+    HarmLink,
+    LoseEngine,
+    Order,
+    Partition,
+    Report,
+    Slow,
+    Tamper,
+)
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, _WorkerReplica
 from twostroke.cluster.ranks.worker_parts import WorkerParts
@@ -19,6 +32,7 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.network import Network, TcpNetwork
 
 if TYPE_CHECKING:
+    from twostroke.model.engine import ThreadEngine
     from twostroke.worker.role import WorkerRole
 
 PATIENCE_S = 4.0
@@ -37,6 +51,7 @@ class Agent:
 
     def take_over(self, parts: WorkerParts) -> None:
         """Put faulty transports in the place of sound ones, before any link is made."""
+        self._engine = parts.deps.engine
         transports = cast(dict[str, Transport], parts.rank.transports.by_name)
         for name, transport in transports.items():
             transports[name] = FaultyTransport(transport, self._links)
@@ -76,6 +91,11 @@ class Agent:
                 return self._links.delayed
             case LoseEngine():
                 self._lose_engine()
+                return 1
+            case HangEngine():
+                hangs = threading.Event()
+                cast("ThreadEngine", self._engine)._executor.submit(lambda: (hangs.set(), threading.Event().wait()))
+                await asyncio.to_thread(hangs.wait)
                 return 1
 
     def _report_refused(self) -> None:

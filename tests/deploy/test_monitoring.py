@@ -24,7 +24,14 @@ from tests.deploy.monitoring import (
 from tests.deploy.programs import ROOT, needed, run
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scaling import planned_families
-from twostroke.router.observe.scrape import RouterMetricsSample, Scrape, other_versions_family, own_collections_family
+from twostroke.router.observe.scrape import (
+    RouterMetricsSample,
+    Scrape,
+    dropped_lines_family,
+    hangs_family,
+    other_versions_family,
+    own_collections_family,
+)
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
@@ -40,6 +47,8 @@ def families() -> list[Metric]:
         *metrics.registry.collect(),
         *planned_families({}, None),
         other_versions_family({}),
+        hangs_family({}),
+        dropped_lines_family(0),
         own_collections_family(),
     )
     return list(Scrape([RouterMetricsSample("r", of_router, (), frozenset())]).collect())

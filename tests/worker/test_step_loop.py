@@ -34,7 +34,8 @@ class Scene:
             worker_id="w",
             pools=(BlockPool(4, 4),),
             clock=clock,
-            config=PrefillConfig(max_step_s=5.0, integrity_interval_s=1.0),
+            config=PrefillConfig(integrity_interval_s=1.0),
+            step_bound_s=lambda: 5.0,
         )
 
     @property
@@ -100,6 +101,42 @@ def test_steps_under_way_at_the_stop_may_still_end_each_in_its_own_time(num_ahea
         await asyncio.sleep(1.0)
         await scene.life.stop()
         assert scene.ended == ended
+
+    play(script)
+
+
+def test_a_process_that_stood_still_has_not_hung():
+    async def script() -> None:
+        loop, stood_s = asyncio.get_running_loop(), 0.0
+        scene = Scene(4.0)
+        scene.life.clock = lambda: loop.time() + stood_s
+        scene.life.start()
+        for _ in range(10):
+            await asyncio.sleep(2.6)
+            stood_s += 7.0
+        scene.life.check_health()
+        assert len(scene.ended) > 5
+        await scene.life.stop()
+
+    play(script)
+
+
+def test_a_step_that_hangs_ends_the_worker_and_what_it_does_later_does_not_matter():
+    async def script() -> None:
+        scene = Scene(8.0)
+        scene.failure = RuntimeError("too late")
+        scene.life.start()
+        await asyncio.sleep(5.3)
+        assert scene.told == [
+            "the engine of worker w died: WorkerLost('the engine hangs: a step has not ended in 5.0 s, its bound')"
+        ]
+        await asyncio.sleep(5.0)
+        assert scene.ended == [8.0]
+        assert len(scene.told) == 1
+        with pytest.raises(WorkerLost, match="hangs"):
+            scene.life.check_health()
+        await scene.life.drain()
+        await scene.life.stop()
 
     play(script)
 

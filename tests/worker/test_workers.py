@@ -119,20 +119,77 @@ async def test_a_dead_engine_ends_every_request_and_hangs_up(rig: Rig, role: str
     assert rig.pool.owned_blocks == 0
 
 
-@of_both_roles(max_step_s=5.0)
-async def test_a_worker_whose_engine_hangs_is_unhealthy_and_takes_nothing_new(rig: Rig) -> None:
+def _two_requests(rig: Rig, number: int) -> "list[asyncio.Task[Any]]":
+    """Begin two requests whose prompts nobody has computed; any two have the same steps."""
+    return [begin(rig.ask(a_request(20, f"{number} {name}", cache_salt=f"{number} {name}".encode()))) for name in "ab"]
+
+
+async def _learn_costs(rig: Rig) -> None:
+    """Have the worker run these steps until it knows what they cost."""
+    for number in range(COLD_STEPS + FIRST_SAMPLES):
+        await asyncio.gather(*_two_requests(rig, number))
+
+
+@pytest.mark.parametrize("steps_before", range(3))
+@pytest.mark.parametrize("is_known", [False, True])
+@of_both_roles(max_step_s=8.0, min_hang_s=3.0, max_step_tokens=8)
+async def test_a_worker_whose_engine_hangs_ends_its_calls_and_hangs_up(
+    rig: Rig, role: str, is_known: bool, steps_before: int
+) -> None:
+    if is_known:
+        await _learn_costs(rig)
+    told_before, begun = len(rig.frames), rig.engine.num_steps
+    calls = _two_requests(rig, 100)
+    async with asyncio.timeout(1.0):
+        while rig.engine.num_steps < begun + steps_before:  # noqa: ASYNC110  # engines tell nobody
+            await asyncio.sleep(0.0001)
     rig.engine.released.clear()
-    call = begin(rig.ask(a_request()))
-    await asyncio.sleep(4.9)
+    bound_s = 3.0 if is_known else 8.0
+    await asyncio.sleep(bound_s - 0.1)
     rig.worker.check_health()
-    await asyncio.sleep(0.2)
-    with pytest.raises(WorkerLost, match="a step has not ended in 5 s"):
+    held = [call for call in calls if not call.done()]
+    assert held if role == "prefill" else held == calls
+    await asyncio.sleep(0.4)
+    with pytest.raises(WorkerLost, match="the engine hangs"):
         rig.worker.check_health()
-    with pytest.raises(WorkerLost):
+    for outcome in await asyncio.gather(*held, return_exceptions=True):
+        assert isinstance(outcome, WorkerLost)
+    told = {event.request_id for frame in rig.frames[told_before:] for event in frame.events if event.error}
+    assert told == ({"100 a", "100 b"} if role == "decode" else set()), "streams go on elsewhere at once"
+    with pytest.raises(WorkerLost, match="the engine hangs"):
         await rig.ask(a_request(name="another"))
+    with pytest.raises(ConnectionLost):
+        await rig.fabric.at("router-2").connect(rig.info.token_address)
+    assert rig.pool.owned_blocks > 0, "the step that hangs may write into them"
+    await rig.worker.drain()
     rig.engine.released.set()
-    await call
+    await a_moment()
+    assert rig.pool.owned_blocks == 0
+    with pytest.raises(WorkerLost, match="the engine hangs"):
+        rig.worker.check_health()
+
+
+@of_both_roles(max_step_s=8.0, min_hang_s=3.0)
+async def test_a_step_of_a_new_shape_may_take_as_long_as_its_kernels_are_compiled(rig: Rig) -> None:
+    await _learn_costs(rig)
+    rig.engine.released.clear()
+    call = begin(rig.ask(a_request(7)))
+    await asyncio.sleep(7.5)
+    rig.engine.released.set()
+    assert await rig.is_right(a_request(7), await call)
     rig.worker.check_health()
+
+
+@of_both_roles(max_step_s=8.0, min_hang_s=0.001, hang_factor=1000.0)
+async def test_a_step_may_take_a_multiple_of_what_such_steps_have_taken(rig: Rig) -> None:
+    await _learn_costs(rig)
+    rig.engine.slowness = 500.0
+    await asyncio.gather(*_two_requests(rig, 100))
+    rig.worker.check_health()
+    rig.engine.slowness = 5000.0
+    for outcome in await asyncio.gather(*_two_requests(rig, 101), return_exceptions=True):
+        assert "the engine hangs" in str(outcome)
+    await asyncio.sleep(100.0)  # the steps under way end at last
 
 
 @of_both_roles(max_step_s=5.0, max_step_tokens=8)

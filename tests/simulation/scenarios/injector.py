@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from tests.simulation.blind_router import BlindRouter
 from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Fault
 from tests.simulation.scenarios.tiered import STORAGE_FAULTS
+from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Message
 from twostroke.protocol.stats import STEP_ROLES, Role
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric, Trace
 from twostroke.simulator.memory_transport import LinkFabric
-from twostroke.simulator.sim_fleet import SimFleet, SimProcess
+from twostroke.simulator.sim_fleet import NOTICE_S, SimFleet, SimProcess
 from twostroke.simulator.virtual_loop import virtual_loop
 
 SHORT_S = (0.05, 0.4, 1.0)
@@ -89,7 +90,7 @@ class Injector:
                 return await self._strike_worker(fault.kind.removesuffix("_decode"), decode, which)
             case "cut_channel":
                 return self.fabric.cut(decode.host, self._router_host(which))
-            case "fail_engine" | "slow_worker":
+            case "fail_engine" | "hang_engine" | "slow_worker":
                 victim = decode if prefill is None or which % 2 else prefill
                 return await self._strike_worker(fault.kind, victim, which)
         if fault.kind.endswith("_prefill"):
@@ -125,6 +126,8 @@ class Injector:
             case "fail_engine":
                 victim.engine.fail_at_step = victim.engine.num_steps + 1
                 await asyncio.sleep(0.5)  # so that the worker is replaced, where it came to that step
+            case "hang_engine":
+                return await self._hang_engine(victim)
             case "slow_worker":
                 victim.engine.slowness = _draw(which, (10.0, 50.0))
                 await asyncio.sleep(_draw(which, (0.3, 2.0)))
@@ -132,6 +135,25 @@ class Injector:
             case _:
                 raise ValueError(f"there is no fault {what}")
         return 1
+
+    async def _hang_engine(self, victim: SimProcess) -> int:
+        """Let the next step not end, if there is one soon, until the worker notices and its deployment replaces it."""
+        steps = victim.engine.num_steps
+        victim.engine.released.clear()
+        await asyncio.sleep(0.05)
+        if victim.engine.num_steps == steps:
+            victim.engine.released.set()
+            return 0
+        self.trace(f"the engine of {victim.host} hangs")
+        while victim.info.peer in self.fleet.processes:
+            await asyncio.sleep(0.1)
+            try:
+                victim.worker.check_health()
+            except WorkerLost:
+                break
+        victim.engine.released.set()  # the step ends at last, and must change nothing
+        await asyncio.sleep(NOTICE_S)
+        return await self.fleet.replace(victim)
 
     async def _strike_pair(self, what: str, source: str, target: str, which: int) -> int:
         match what:

@@ -69,6 +69,7 @@ class Report(Counts):
     tier_errors: int = 0
     copied: int = 0  # ends of prompts, from another's block
     virtual_s: float = 0.0
+    longest_wait_s: float = 0.0  # of a client for its first or its next tokens; of several runs, summed
 
     def count(self, role: Role, stats: WorkerStats) -> None:
         """Add a worker's own counters."""
@@ -231,13 +232,15 @@ class _Simulation:
         assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
     async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, stages: SequenceStages) -> None:
-        next_index = 0
+        next_index, last_at = 0, self._clock()
         async with aclosing(router.pipeline.generate(arrival.request, stages)) as events:
             async for event in events:
                 self._trace(f"{arrival.request.request_id} gets {event}")
                 is_next = event.index == next_index and event.error is None
                 assert is_next, f"{arrival.request.request_id}: {event} in place of token {next_index}"
                 next_index += len(event.tokens)
+                last_at, wait_s = self._clock(), self._clock() - last_at
+                self._report.longest_wait_s = max(self._report.longest_wait_s, wait_s)
                 answer.events.append(event)
 
     async def _settle(self) -> None:

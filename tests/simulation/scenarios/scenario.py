@@ -180,14 +180,23 @@ FAULTS = (
     "silence_decode",
     "drain_decode",
     "fail_engine",  # an engine raises; the worker is replaced
+    "hang_engine",  # a step does not end; its worker notices, and is replaced
     "cut_channel",  # a router loses its token channel to a worker
     "lose_router",  # a router stands still for ever, and its connections break, or fall silent
 )
 
-DECODE_FAULTS = ("kill_decode", "stop_decode", "silence_decode", "drain_decode", "fail_engine", "cut_channel")
+DECODE_FAULTS = (
+    "kill_decode",
+    "stop_decode",
+    "silence_decode",
+    "drain_decode",
+    "fail_engine",
+    "hang_engine",
+    "cut_channel",
+)
 """There is one decode worker more than these in a run: with none left, requests fail, and rightly so."""
 
-DEADLY_FAULTS = ("kill_prefill", "kill_decode", "drain_prefill", "drain_decode", "fail_engine")
+DEADLY_FAULTS = ("kill_prefill", "kill_decode", "drain_prefill", "drain_decode", "fail_engine", "hang_engine")
 """Two of these may take down both workers that a request was on, which then can't be told from one that does so."""
 
 _OF_PREFILL = (
@@ -198,7 +207,8 @@ _OF_PREFILL = (
     "silence_prefill",
     "drain_prefill",
 )
-_WITHOUT_PREFILL = tuple(kind for kind in FAULTS[:-1] if kind not in _OF_PREFILL)
+_DRAWN = tuple(kind for kind in FAULTS[:-1] if kind != "hang_engine")  # half of the engines that fail hang instead
+_WITHOUT_PREFILL = tuple(kind for kind in _DRAWN if kind not in _OF_PREFILL)
 
 _AT_ONCE = {"block_transfers": 0.0, "lose_router": 0.1}
 """Factor by which these come earlier, to find requests that have just begun."""
@@ -219,7 +229,7 @@ def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_o
     None costs a decode worker in an overload: who was refused by all others fails with it, and rightly so.
     """
     faults: list[Fault] = []
-    kinds = FAULTS[:-1] if num_prefill else _WITHOUT_PREFILL
+    kinds = _DRAWN if num_prefill else _WITHOUT_PREFILL
     if is_overload:
         kinds = tuple(kind for kind in kinds if kind not in DECODE_FAULTS)
     if num_routers > 1:
@@ -232,7 +242,10 @@ def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_o
         at_s, kind = draw.random() * draw.choice((0.01, 0.1, 0.3)), draw.choice(kinds)
         if kind in _AT_ONCE:
             at_s *= _AT_ONCE[kind]
-        faults.append(Fault(at_s, kind, which=draw.randrange(1000)))
+        which = draw.randrange(1000)
+        if kind == "fail_engine" and which // 2 % 2:  # `which % 2` chooses the role
+            kind = "hang_engine"
+        faults.append(Fault(at_s, kind, which))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
@@ -241,6 +254,7 @@ def make_faults(draw: random.Random, *, num_prefill: int, num_routers: int, is_o
 
 MAX_CONTEXT = 240
 ROUTER_LEASE_S = 4.0
+MAX_STEP_S = 20.0  # above the longest step at a worker that a fault slows down
 POISON_SHARE = 0.1
 
 
@@ -314,6 +328,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             max_waiting=max_waiting,
             min_pull_tokens=draw.choice((1, 64)),
             integrity_interval_s=0.0,
+            max_step_s=MAX_STEP_S,
             token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S),
         ),
         decode=DecodeConfig(
@@ -327,6 +342,7 @@ def make_scenario(seed: int, *, with_faults: bool = False) -> Scenario:
             max_waiting=max_waiting,
             min_pull_tokens=draw.choice((1, 1, 64)),
             integrity_interval_s=0.0,
+            max_step_s=MAX_STEP_S,
             token_channel=TokenServerConfig(lease_s=ROUTER_LEASE_S),
         ),
         pipeline=PipelineConfig(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulation.replay import run_seeds, starts, trace_elsewhere, trace_of
 from tests.simulation.scenarios.run import MAKERS, Report, run_scenario, run_seed
-from tests.simulation.scenarios.scenario import FAULTS, make_scenario
+from tests.simulation.scenarios.scenario import FAULTS, MAX_STEP_S, make_scenario
 from tests.simulation.scenarios.tiered import STORAGE_FAULTS
 
 
@@ -41,6 +41,16 @@ def test_requests_end_right_although_workers_routers_networks_and_calls_fail(fir
     assert report.transfers_failed > 0
     assert report.digest_failures > 0
     assert report.links_lost > 0
+
+
+def test_no_stream_stands_still_for_longer_than_a_hung_step_may_take_and_three_seconds():
+    scenarios = (make_scenario(seed, with_faults=True) for seed in range(3000))
+    hanging = [one for one in scenarios if {fault.kind for fault in one.faults} == {"hang_engine"}]
+    reports = [run_scenario(one) for one in hanging[:20]]
+    assert sum(report.fired["hang_engine"] for report in reports) > 10
+    waits = [report.longest_wait_s for report in reports if report.fired["hang_engine"]]
+    assert max(waits) > MAX_STEP_S / 2, "some streams have stood still"
+    assert max(waits) <= MAX_STEP_S + 3.0
 
 
 @pytest.mark.parametrize("first", starts(1000, 50, at_once=50))
