@@ -32,7 +32,8 @@ _UNITS: Mapping[str, Callable[[int], timedelta]] = {
 def add_new_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="whose key it is")
     parser.add_argument("--slo-class", metavar="CLASS", help="of requests that name none")
-    parser.add_argument("--admin", action="store_true", help="may also ask for /metrics, /status and /doctor")
+    parser.add_argument("--metrics", action="store_true", help="may also ask for /metrics and /status")
+    parser.add_argument("--admin", action="store_true", help="may also ask for these and /doctor, and order workers")
     parser.add_argument(
         "--expires", metavar="WHEN", help="90d, 12h, 30m from now, or a date or moment of ISO 8601 (UTC)"
     )
@@ -45,8 +46,7 @@ def run_new(arguments: argparse.Namespace) -> int:
     raw: dict[str, Any] = {"name": arguments.name, "sha256": sha256}
     if arguments.slo_class is not None:
         raw["slo_class"] = arguments.slo_class
-    if arguments.admin:
-        raw["admin"] = True
+    raw |= {right: True for right in ("metrics", "admin") if getattr(arguments, right)}
     if arguments.expires is not None:
         raw["expires"] = _moment(arguments.expires)
     made = read_settings(KeyConfig, raw)
@@ -72,12 +72,13 @@ def run_list(arguments: argparse.Namespace) -> int:
     files = [file for file in (arguments.named, arguments.file) if file is not None]
     if len(files) != 1:
         raise ConfigError("key list: name one file of keys, --file FILE")
-    rows = [("NAME", "SHA256", "CLASS", "ADMIN", "EXPIRES")]
+    rows = [("NAME", "SHA256", "CLASS", "RIGHT", "EXPIRES")]
     for key in _keys(files[0]):
         expires = "never" if key.expires is None else key.expires
         if time.time() >= key.expires_at:
             expires += " (expired)"
-        rows.append((key.name, f"{key.sha256[:8]}...", key.slo_class or "-", "yes" if key.admin else "-", expires))
+        right = "admin" if key.admin else "metrics" if key.metrics else "-"
+        rows.append((key.name, f"{key.sha256[:8]}...", key.slo_class or "-", right, expires))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

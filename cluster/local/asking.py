@@ -64,8 +64,14 @@ def no_answer(url: str, error: Exception) -> str:
         if error.code in (401, 403):
             used = next((name for name in API_KEY_VARIABLES if os.environ.get(name)), None)
             if used is None:
-                return f"{url} wants an API key with `admin: true`: set {API_KEY_VARIABLES[0]}"
-            wrong = "is not known there" if error.code == 401 else "may not: it needs `admin: true` on the server"
+                return (
+                    f"{url} wants an API key with the right `admin` (`metrics` for /status): set {API_KEY_VARIABLES[0]}"
+                )
+            wrong = (
+                "is not known there"
+                if error.code == 401
+                else "may not: it needs the right `admin`, or `metrics` for /status"
+            )
             return f"{url}: the API key in {used} {wrong}"
         text = f"status {error.code}"
     return f"no Twostroke server answers at {url}: {text}"

@@ -21,12 +21,11 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
-from twostroke.protocol.requests import Promise
 from twostroke.router.fleet import NoPath
 from twostroke.router.http.body import BoundedRoute
 from twostroke.router.http.deadlines import Deadlines
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, tenant_of
+from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, monitors_only, tenant_of
 from twostroke.router.http.page import feed, page
 from twostroke.router.http.responses import error_response, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
@@ -132,6 +131,7 @@ keyed = APIRouter(route_class=BoundedRoute)
 _key = HTTPBearer(auto_error=False)
 _x_api_key = APIKeyHeader(name="x-api-key", auto_error=False)
 _ADMINS = [Depends(admins_only)]
+_MONITORS = [Depends(monitors_only)]
 
 
 async def _service_of(request: Request) -> RouterService:
@@ -149,6 +149,22 @@ async def resources() -> AsyncIterator[ExitStack]:
 
 
 Resources = Annotated[ExitStack, Depends(resources)]
+
+
+def _take_places(request: Request, resources: ExitStack, num_choices: int) -> None:
+    """Take places for so many choices, of the API key and of this router. Raises RequestError where there are none."""
+    service: RouterService = request.app.state.service
+    if (tenant := tenant_of(request)) is not None:
+        resources.enter_context(tenant.in_flight(num_choices))
+    resources.enter_context(service.gate.room(num_choices))
+
+
+async def _placed(request: Request, resources: Resources) -> None:
+    _take_places(request, resources, 1)
+
+
+_PLACED = [Depends(_placed)]
+"""For endpoints that generate nothing: each of their requests takes the place of a choice."""
 
 
 async def _generate(
@@ -176,9 +192,7 @@ async def _generate(
         key_class=None if tenant is None else tenant.slo_class,
     )
     limits = RequestLimits(service.max_context(), promise, b"" if tenant is None else tenant.cache_salt, keep_s)
-    if tenant is not None:
-        resources.enter_context(tenant.in_flight(body.num_choices))
-    resources.enter_context(service.gate.room(body.num_choices))
+    _take_places(request, resources, body.num_choices)
     if isinstance(body, EmbeddingRequest):
         jobs = await embedding_jobs(service.jobs, body, limits)
     else:
@@ -262,14 +276,16 @@ async def messages(body: MessagesRequest, request: Request, resources: Resources
         return await _generate(draft.chat(), MessagesWriter, request, resources, body.keep_s)
 
 
-@keyed.post("/v1/messages/count_tokens", responses=_errors(MessageError))
+@keyed.post("/v1/messages/count_tokens", dependencies=_PLACED, responses=_errors(MessageError))
 async def count_tokens(body: CountTokensRequest, service: Service) -> TokenCount:
     """The tokens of a message's prompt."""
     service.check(body)
     draft = body.draft()
-    with draft.naming():  # a prompt that is too long is counted, too: to know that is what clients ask for
-        jobs = await service.jobs.make(draft.chat(), RequestLimits(2**31, Promise()))
-    return {"input_tokens": jobs[0].request.num_prompt_tokens}
+    with draft.naming():
+        text = chat_prompt(service.tokenizer, draft.chat())
+        # What may fit is tokenised, and counted though it is too long: to know that is what clients ask for.
+        token_ids = await service.jobs.encode(text, "messages", service.max_context(), add_special_tokens=False)
+    return {"input_tokens": len(token_ids)}
 
 
 class ModelCard(TypedDict):
@@ -330,7 +346,7 @@ class TokenIds(TypedDict):
     token_strs: list[str | None] | None
 
 
-@keyed.post("/tokenize")
+@keyed.post("/tokenize", dependencies=_PLACED)
 async def tokenize(body: TokenizeRequest, service: Service) -> TokenIds:
     """Text to token ids."""
     service.check(body)
@@ -352,7 +368,7 @@ class DetokenizedText(TypedDict):
     prompt: str
 
 
-@keyed.post("/detokenize")
+@keyed.post("/detokenize", dependencies=_PLACED)
 async def detokenize(body: DetokenizeRequest, service: Service) -> DetokenizedText:
     """Token ids to text."""
     service.check(body)
@@ -387,7 +403,7 @@ def _told_as(media_type: str) -> dict[str, Any]:
     return {"response_class": Response, "responses": {200: {"content": content}}}
 
 
-@keyed.get("/metrics", dependencies=_ADMINS, **_told_as("text/plain"))
+@keyed.get("/metrics", dependencies=_MONITORS, **_told_as("text/plain"))
 async def metrics(service: Service) -> Response:
     """Prometheus' text, of all routers, whichever is asked."""
     samples = await service.samples()
@@ -395,7 +411,7 @@ async def metrics(service: Service) -> Response:
     return Response(await asyncio.to_thread(exposition, samples), media_type=CONTENT_TYPE_LATEST)
 
 
-@keyed.get("/status", dependencies=_ADMINS)
+@keyed.get("/status", dependencies=_MONITORS)
 async def status(service: Service) -> dict[str, Any]:
     """The workers and their numbers."""
     return service.status()

@@ -177,6 +177,14 @@ def tenant_of(request: HTTPConnection) -> Tenant | None:
     return tenant
 
 
+async def monitors_only(request: HTTPConnection) -> None:
+    """Dependency. Raises RequestError (403) where a key is needed that may look at the server, and this is none."""
+    tenant = tenant_of(request)
+    if tenant is not None and not tenant.may_monitor:
+        message = "this path is for API keys with `metrics: true` or `admin: true`"
+        raise RequestError(message, code="not_allowed", status=403)
+
+
 async def admins_only(request: HTTPConnection) -> None:
     """Dependency. Raises RequestError (403) where a key is needed that may look after the server, and this is none."""
     tenant = tenant_of(request)

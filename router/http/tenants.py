@@ -93,8 +93,10 @@ class KeyConfig(Section):
     null: no limit."""
     max_in_flight: Count | None = None
     """Choices under way at a time; a request of more choices than that is 400. null: no limit."""
+    metrics: bool = False
+    """May also ask for `/metrics` and `/status`, as Prometheus does."""
     admin: bool = False
-    """May also ask for `/metrics`, `/status` and `/doctor`."""
+    """May also ask for `/metrics`, `/status` and `/doctor`, and order workers to drain or to change their roles."""
     expires: str | None = None
     """A date or moment of ISO 8601, of UTC where it names no other zone: from then on the key is refused. A date is its
     first moment."""
@@ -162,6 +164,7 @@ class Tenant:
         self.name = key.name
         self.slo_class = key.slo_class
         self.is_admin = key.admin
+        self.may_monitor = key.admin or key.metrics
         self.cache_salt = cache_salt(key)
         self._requests = TokenBucket("requests", _part(key.requests_per_minute, num_routers), clock)
         self._tokens = TokenBucket("tokens", _part(key.tokens_per_minute, num_routers), clock)

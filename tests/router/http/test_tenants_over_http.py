@@ -1,14 +1,18 @@
 """API keys and SLO classes as clients meet them."""
 
 import json
+import re
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
 
 from twostroke.router.http.middleware import OPEN_PATHS
 from twostroke.router.http.tenants import KeyConfig, Tenants, new_key
 from twostroke.router.slo.admission import Overloaded
 from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.router.text.grammar import GrammarChecks
 
 KEY, HASH = new_key()
 ADMIN, ADMIN_HASH = new_key()
@@ -58,12 +62,89 @@ async def test_keys_change_while_the_server_runs(site_of) -> None:
         assert (await site.http.post("/v1/completions", json=ASK)).status_code == 401  # nobody, not everybody
 
 
-async def test_what_is_about_the_server_needs_an_admins_key(site_of) -> None:
-    async with site_of(1, 1, tenants=tenants()) as site:
-        for path in ("/metrics", "/status"):
-            assert (await site.http.get(path, headers=bearer(KEY))).status_code == 403
-            assert (await site.http.get(path, headers=bearer(ADMIN))).status_code == 200
-        assert (await site.http.get("/doctor", headers=bearer(KEY))).status_code == 403
+RIGHTS = {
+    "nobody's": ["GET /health", "GET /ready", "GET /", "GET /page/{name}"],
+    "a key's": [
+        *(f"POST /v1/{name}" for name in ("completions", "chat/completions", "responses", "embeddings", "messages")),
+        *("POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize"),
+        *("GET /v1/models", "GET /v1/models/{name:path}", "GET /version", "GET /events"),
+        *("GET /openapi.json", "GET /docs"),
+    ],
+    "metrics": ["GET /metrics", "GET /status"],
+    "admin": ["GET /doctor", "POST /workers/{worker_id:path}"],
+}
+
+
+def routes_of(app: FastAPI) -> set[str]:
+    """The methods and paths of all routes, without the heads that go with GET."""
+    found: set[str] = set()
+    waiting = list(app.routes)
+    while waiting:
+        route = waiting.pop()
+        if (included := getattr(route, "original_router", None)) is not None:
+            waiting += included.routes
+            continue
+        assert isinstance(route, Route), f"{route} is no route whose right is known"
+        found |= {f"{method} {route.path}" for method in route.methods or ()}
+    return {one for one in found if not one.startswith("HEAD ") or f"GET {one.split()[1]}" not in found}
+
+
+async def test_every_route_asks_for_the_right_that_it_should(site_of) -> None:
+    prometheus, sha256 = new_key()
+    known = tenants()
+    known.replace([*(tenant.key for _, tenant in known._tenants), KeyConfig(name="p", sha256=sha256, metrics=True)])
+    async with site_of(1, 1, tenants=known) as site:
+        assert routes_of(site.app) == {route for routes in RIGHTS.values() for route in routes}, (
+            "a new route has a right"
+        )
+        for right, routes in RIGHTS.items():
+            holders = {"metrics": (prometheus, ADMIN), "admin": (ADMIN,)}.get(right, (KEY, prometheus, ADMIN))
+            for method, path in (route.split() for route in routes):
+                if path == "/events":  # has no end
+                    continue
+                heads = method == "GET" and path not in ("/openapi.json", "/docs")
+                for verb in ("HEAD", method) if heads else (method,):
+                    for key in (None, KEY, prometheus, ADMIN):
+                        may = right == "nobody's" or key in holders
+                        if may and (verb, path) == ("GET", "/doctor"):  # tries out the links of workers that are played
+                            continue
+                        headers = {} if key is None else bearer(key)
+                        sent = {"json": {}} if verb == "POST" else {}
+                        answer = await site.http.request(
+                            verb, re.sub(r"{\w+(:path)?}", "x", path), headers=headers, **sent
+                        )
+                        refused = None if may else 401 if key is None else 403
+                        told = answer.status_code if answer.status_code in (401, 403) else None
+                        assert told == refused, f"{verb} {path}: {answer.status_code}"
+
+
+async def test_what_only_counts_compiles_no_grammar_and_takes_a_place(site_of, monkeypatch) -> None:
+    async def no_grammar(*_, **__) -> None:
+        raise AssertionError("a grammar is compiled")
+
+    monkeypatch.setattr(GrammarChecks, "schema", no_grammar)
+    monkeypatch.setattr(GrammarChecks, "check", no_grammar)
+    schema = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    message = {"model": "fake", "messages": [{"role": "user", "content": "a"}]}
+    calls = {
+        "/v1/messages/count_tokens": message | {"output_config": {"format": schema}},
+        "/tokenize": {"messages": message["messages"]},
+        "/detokenize": {"tokens": [1]},
+    }
+    known = tenants(max_in_flight=1)
+    async with site_of(1, 1, tenants=known) as site:
+        for path, body in calls.items():
+            answer = await site.http.post(path, json=body, headers=bearer(KEY))
+            assert answer.status_code == 200, (path, answer.text)
+        with known.of(f"Bearer {KEY}").in_flight(1):
+            for path, body in calls.items():
+                assert (await site.http.post(path, json=body, headers=bearer(KEY))).status_code == 429, path
+        with site.service.gate.room(site.service.config.max_choices_in_flight):
+            for path, body in calls.items():
+                assert (await site.http.post(path, json=body, headers=bearer(ADMIN))).status_code == 429, path
+        long = message | {"messages": [{"role": "user", "content": "x" * 3_000_000}]}
+        refused = await site.http.post("/v1/messages/count_tokens", json=long, headers=bearer(KEY))
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 async def test_tenants_prefixes_are_salted_apart(site_of) -> None:
