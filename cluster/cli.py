@@ -11,6 +11,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
+from typing import NoReturn
 
 from twostroke.protocol.errors import ConfigError, how_to_install
 
@@ -162,18 +163,31 @@ def _reader_has_left() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors name the help in place of printing all options before what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(CONFIG_ERROR_EXIT, f"{self.prog}: error: {message}\n({self.prog} --help tells all options)\n")
+
+
+def parse(arguments: Sequence[str]) -> tuple[Callable[[argparse.Namespace], int], argparse.Namespace]:
+    """Return what runs the command, and its arguments. Exits with 2 and a message where they are wrong."""
+    # As vLLM takes them, too: --max_model_len, --help=all.
+    arguments = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), one) for one in arguments]
+    arguments = ["--help" if one.startswith("--help=") else one for one in arguments]
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    parser, command, run = _parser(arguments)
+    _check_command(parser, arguments)
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command.error(_unrecognised(command, unknown))
+    return run, known
+
+
 def _run(arguments: list[str]) -> int:
     try:
-        # As vLLM takes them, too: --max_model_len, --help=all.
-        arguments = [re.sub(r"^--[a-z_]+", lambda flag: flag[0].replace("_", "-"), one) for one in arguments]
-        arguments = ["--help" if one.startswith("--help=") else one for one in arguments]
-        if arguments[:1] == ["help"]:
-            arguments = [*arguments[1:], "--help"]
-        parser, command, run = _parser(arguments)
-        _check_command(parser, arguments)
-        known, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            command.error(_unrecognised(command, unknown))
+        run, known = parse(arguments)
         return run(known)
     except ConfigError as error:
         print(f"twostroke: {error}", file=sys.stderr)
@@ -228,7 +242,7 @@ def _parser(
     arguments: Sequence[str],
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, Callable[[argparse.Namespace], int]]:
     """The parser, complete for the subcommand that `arguments` name; that subcommand's own, and what runs it."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="twostroke",
         description="Distributed LLM inference: prefill workers compute prompts, decode workers compute answers.",
     )

@@ -2,7 +2,7 @@
 
 from pydantic import NonNegativeFloat, model_validator
 
-from twostroke.protocol.settings import Count
+from twostroke.protocol.settings import Count, TokenCount
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.preemption import PreemptionMode
 
@@ -10,7 +10,7 @@ from twostroke.worker.scheduling.preemption import PreemptionMode
 class DecodeConfig(WorkerConfig):
     """Settings of decode workers: the bounds of a step, preemption and swap."""
 
-    max_step_tokens: Count = 512
+    max_step_tokens: TokenCount = 512
     """Tokens of one step, at least `max_batch`: one for each running request, the rest for prompts computed here.
     Larger ones end those prompts sooner, and space the running streams' tokens out."""
     max_batch: Count = 256

@@ -37,13 +37,45 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS.get(unit[:1].upper(), 0))
 
 
+MIN_PLAIN_BYTES = 1024
+
+
+def _bytes(value: Any) -> Any:
+    """Return the bytes of a text. A small number without a unit was meant in another: it raises ValueError."""
+    if isinstance(value, str):
+        return parse_size(value)
+    if type(value) is int and 0 < value < MIN_PLAIN_BYTES:
+        raise ValueError(f"{value} would be bytes: write a unit, such as {value}GiB")
+    return value
+
+
 ByteSize = Annotated[
     int,
     Ge(0),
-    BeforeValidator(lambda value: parse_size(value) if isinstance(value, str) else value),
+    BeforeValidator(_bytes),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": _SIZE.pattern}, {"type": "integer", "minimum": 0}]}),
 ]
 """Bytes, which a configuration may write as a text with a unit."""
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_MULTIPLES = {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
+
+
+def parse_count(text: str) -> int:
+    """Return a number of tokens as vLLM writes it: 8192, 8k (thousands), 8K (of 1,024). Raises ValueError."""
+    found = _COUNT.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no number of tokens: write 8192, 8k or 8K")
+    return int(float(found[1]) * _MULTIPLES[found[2]])
+
+
+TokenCount = Annotated[
+    int,
+    Ge(1),
+    BeforeValidator(lambda value: parse_count(value) if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": _COUNT.pattern}, {"type": "integer", "minimum": 1}]}),
+]
+"""Tokens, which a configuration may write as 8k or 8K."""
 
 UNKNOWN_SETTING: Final = "unknown_setting"
 """The type of pydantic's error where a section has no setting of a name."""

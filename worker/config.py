@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Le, Lt
 from pydantic import Field, NonNegativeFloat
 
-from twostroke.protocol.settings import Count, Interval, Section
+from twostroke.protocol.settings import Count, Interval, Section, TokenCount
 from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.token_server import TokenServerConfig
@@ -17,7 +17,7 @@ from twostroke.worker.token_server import TokenServerConfig
 class WorkerConfig(Section):
     """Bounds of one step, and the worker's housekeeping."""
 
-    max_step_tokens: Count
+    max_step_tokens: TokenCount
     """Tokens of one step."""
     max_batch: Count
     """Requests in one step."""

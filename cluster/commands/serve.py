@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from twostroke.cluster.local.server import ServeOrder, ServerReport, own_url
 from twostroke.kvtiers.config import SETTING as TIERS
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.settings import parse_count
 from twostroke.router.http.tenants import key_hash
 
 REQUIRE_KEYS = "TWOSTROKE_REQUIRE_KEYS"
@@ -45,13 +45,11 @@ IMPOLITE_S = 1.0  # from asking the rest to end to killing it
 
 
 def _count(text: str) -> int | None:
-    """Return a number of tokens as vLLM writes it: 8192, 8k (thousands), 8K (of 1,024); None for `auto`."""
-    if text == "auto":
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text}: give a number of tokens, like 8192, 8k or 8K")
-    return int(float(found[1]) * {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]])
+    """Return a number of tokens as a configuration may write it; None for `auto`."""
+    try:
+        return None if text == "auto" else parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _speculation(text: str) -> Any:

@@ -16,7 +16,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.prefill_worker.config import PrefillConfig
-from twostroke.protocol.settings import Count, Section
+from twostroke.protocol.settings import Count, Section, TokenCount
 from twostroke.router.channels.token_channels import TokenChannelConfig
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.tracing import TracingConfig
@@ -86,7 +86,7 @@ class ModelSection(Section):
     block_size: BlockSize | None = None
     """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs.
     Small ones waste less and share more of their prefixes; large ones travel in fewer pieces."""
-    max_context: Annotated[int, Ge(2)] | None = None
+    max_context: Annotated[TokenCount, Ge(2)] | None = None
     """Tokens of a request's prompt and output together; null: what the model and the cache allow."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` of the model's `generation_config.json`

@@ -48,6 +48,10 @@ SLO_PRESETS = {
 }
 
 
+LONG_SLO_S = {"ttft": 60.0, "tpot": 5.0}
+"""Limits above these were probably meant in milliseconds."""
+
+
 def above_zero(text: str) -> float:
     """An argument's type."""
     value = float(text)
@@ -82,8 +86,12 @@ def seconds_left_out(text: str) -> float:
 
 def times_of(text: str) -> dict[str, float]:
     """An argument's type: `ttft=0.5,tpot=0.05`, or one of them alone."""
+    return _times(text, above_zero)
+
+
+def _times(text: str, kind: Callable[[str], float]) -> dict[str, float]:
     try:
-        times = {name: above_zero(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+        times = {name: kind(value) for name, _, value in (part.partition("=") for part in text.split(","))}
     except ValueError:
         times = {}
     if not times or not times.keys() <= {"ttft", "tpot"}:
@@ -91,14 +99,23 @@ def times_of(text: str) -> dict[str, float]:
     return times
 
 
+def _seconds(text: str) -> float:
+    return above_zero(text.removesuffix("ms")) / 1000 if text.endswith("ms") else above_zero(text.removesuffix("s"))
+
+
 def slo_of(text: str) -> SLO:
-    """An argument's type: a preset's name, or times in seconds."""
+    """An argument's type: a preset's name, or times in seconds, or with `ms` or `s` behind them."""
     if text in SLO_PRESETS:
         return SLO_PRESETS[text]
     try:
-        times = times_of(text)
+        times = _times(text, _seconds)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or one of {', '.join(SLO_PRESETS)}") from None
+    for name, limit_s in times.items():
+        if limit_s > LONG_SLO_S[name]:
+            print(
+                f"--slo {text}: {name} is {limit_s:g} seconds; milliseconds are written {limit_s:g}ms", file=sys.stderr
+            )
     return SLO(times.get("ttft"), times.get("tpot"))
 
 
@@ -247,7 +264,7 @@ Option = tuple[str, Callable[[str], Any], Any, str, str]
 _RUN_OPTIONS: tuple[Option, ...] = (
     ("--seconds", above_zero, 60.0, "S", "duration of the arrivals, warm-up included"),
     ("--warm-up", float, 0.0, "S", "warm-up at the beginning, not judged"),
-    ("--slo", slo_of, None, "TIMES", f"ttft=S,tpot=S, one, or {', '.join(SLO_PRESETS)}"),
+    ("--slo", slo_of, None, "TIMES", f"ttft=S,tpot=S (or 500ms), one, or {', '.join(SLO_PRESETS)}"),
     ("--seed", int, 0, "N", "seed of the requests"),
     ("--workers", positive_count, 1, "N", "sending processes, about 50 streams each"),
     ("--request-limit", above_zero, 300.0, "S", "a slower answer is a failure"),

@@ -247,7 +247,7 @@ class ReportedUsage(msgspec.Struct, frozen=True):
 
 
 def reported_usage(usage: Any) -> ReportedUsage:
-    """Return what is known of a response's `usage`. Servers add members and give ours other forms: these are ignored."""
+    """Return what is known of a response's `usage`. Members that others add or have in other forms are ignored."""
     members = usage if isinstance(usage, dict) else {}
     details = members.get("prompt_tokens_details")
     choices = members.get("stages")

@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from typing import assert_never
 
 import msgspec
 
@@ -57,12 +58,17 @@ class FleetKnowledge:
         self.view = FleetView(clock)
         self.blocks: BlockIndex | None = None
         self.tier_blocks: BlockIndex | None = None
-        if config.policy == "kv_aware":
-            names = PromptNames()  # a prompt is hashed once for both
-            self.blocks, self.tier_blocks = (
-                BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s, names=names)
-                for _ in range(2)
-            )
+        match config.policy:
+            case "kv_aware":
+                names = PromptNames()  # a prompt is hashed once for both
+                self.blocks, self.tier_blocks = (
+                    BlockIndex(clock=clock, max_blocks=config.index_blocks, expected_s=config.expected_s, names=names)
+                    for _ in range(2)
+                )
+            case "least_loaded" | "round_robin":
+                pass  # both look at load alone
+            case _:
+                assert_never(config.policy)
         self.blocked = BlockedRequests(clock, most=config.suspects.max_refused, longest_s=config.suspects.refuse_s)
         self.channels = TokenChannels(
             network=network,

@@ -107,7 +107,7 @@ def test_every_alert_has_its_paragraph_of_the_runbooks_and_no_other_has_one():
     alerts = [rule for rule in rules() if "alert" in rule]
     assert titles == [rule["alert"] for rule in alerts]
     for rule in alerts:
-        assert rule["annotations"]["runbook_url"].endswith(f"/docs/runbooks.md#{rule['alert'].lower()}")
+        assert rule["annotations"]["runbook_url"].endswith(f"/runbooks.html#{rule['alert'].lower()}")
 
 
 def test_every_alert_is_seen_to_fire():

@@ -95,11 +95,23 @@ def test_what_the_server_tells_need_not_be_given() -> None:
     [
         ("ttft=0.5", SLO(ttft_s=0.5)),
         ("ttft=0.5,tpot=0.05", SLO(0.5, 0.05)),
+        ("ttft=500ms,tpot=50ms", SLO(0.5, 0.05)),
+        ("ttft=2s", SLO(2.0)),
         ("distserve-13b-chat", SLO_PRESETS["distserve-13b-chat"]),
     ],
 )
 def test_an_slo_is_times_or_a_preset(text: str, slo: SLO) -> None:
     assert slo_of(text) == slo
+
+
+def test_an_slo_of_minutes_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert slo_of("ttft=1000,tpot=50") == SLO(1000.0, 50.0)
+    assert capsys.readouterr().err.splitlines() == [
+        "--slo ttft=1000,tpot=50: ttft is 1000 seconds; milliseconds are written 1000ms",
+        "--slo ttft=1000,tpot=50: tpot is 50 seconds; milliseconds are written 50ms",
+    ]
+    slo_of("ttft=60,tpot=5")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -134,7 +146,7 @@ def test_a_wrong_argument_is_refused_by_its_name(words: str, fault: str) -> None
             "--slo fast",
             "argument --slo: fast: write, for example, ttft=0.5,tpot=0.05, or one of them, or one of mlperf",
         ),
-        ("--slo ttft=500ms", "ttft=500ms: write, for example"),
+        ("--slo ttft=500us", "ttft=500us: write, for example"),
         ("--slo e2e=1", "e2e=1: write, for example"),
         ("--slo ttft=-1", "-1: give more than 0"),
         ("--seconds nan", "argument --seconds: nan: give more than 0"),

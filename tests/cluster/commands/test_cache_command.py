@@ -365,7 +365,7 @@ def test_a_bucket_of_the_configuration_is_asked_at_its_endpoint(
             "s3://BUCKET/PREFIX",
         ),
         ({}, [], "--config {file}: kv_cache.tiers has neither disk nor shared, so nothing is stored"),
-        ({"host_bytes": 7}, [], "--config {file}: kv_cache.tiers has neither disk nor shared, so nothing is stored"),
+        ({"host_bytes": 7000}, [], "--config {file}: kv_cache.tiers has neither disk nor shared, so nothing is stored"),
         ({"shared": "/kv"}, ["--tier", "disk"], "--tier disk: kv_cache.tiers of {file} has only shared"),
         (
             {"shared": "/kv"},
@@ -378,7 +378,7 @@ def test_a_bucket_of_the_configuration_is_asked_at_its_endpoint(
             "--endpoint http://x: it belongs to a bucket of --path; give both or none",
         ),
         (
-            {"disk": {"path": "/nowhere/kv", "bytes": 1}},
+            {"disk": {"path": "/nowhere/kv", "bytes": 1024}},
             [],
             "kv_cache.tiers.disk.path: /nowhere/kv: there is no such directory on this machine; run this where a "
             "worker runs",

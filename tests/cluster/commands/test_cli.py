@@ -136,14 +136,16 @@ def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tm
         (["status", "more"], ""),
     ],
 )
-def test_an_unknown_flag_gets_the_subcommands_usage_and_the_nearest_of_ours(
+def test_an_unknown_flag_is_told_first_and_then_the_nearest_of_ours(
     capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
-    usage, _, told = capsys.readouterr().err.partition("error: unrecognized arguments: ")
-    assert usage.startswith(f"usage: twostroke {' '.join(arguments[: 1 + (arguments[0] == 'loadtest')])} [-h]")
-    assert told.partition("\n")[2].strip() == hint
+    first, *hints, way_out = capsys.readouterr().err.splitlines()
+    name = f"twostroke {' '.join(arguments[: 1 + (arguments[0] == 'loadtest')])}"
+    assert first.startswith(f"{name}: error: unrecognized arguments: ")
+    assert "\n".join(hints) == hint
+    assert way_out == f"({name} --help tells all options)"
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

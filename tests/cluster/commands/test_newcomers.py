@@ -122,7 +122,7 @@ def test_a_flag_with_a_letter_missing_is_known_again_short_forms_notwithstanding
     for flag in flags:
         typo = flag[:5] + flag[6:]
         assert exit_code_of(f"serve m {typo} 1") == 2
-        assert capsys.readouterr().err.splitlines()[-1] == f"did you mean {flag}?"
+        assert capsys.readouterr().err.splitlines()[-2] == f"did you mean {flag}?"
 
 
 def exit_code_of(typed: str) -> object:

@@ -97,6 +97,21 @@ def test_what_is_wrong_is_told_by_its_path(raw: object, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_tokens_may_be_written_as_a_flag_takes_them() -> None:
+    config = read_config({"model": {"max_context": "8k"}, "prefill": {"max_step_tokens": "4K"}})
+    assert (config.model.max_context, config.prefill.worker.max_step_tokens) == (8000, 4096)
+    with pytest.raises(ConfigError, match=r"^model\.max_context: '8kb' is no number of tokens: write 8192, 8k or 8K$"):
+        read_config({"model": {"max_context": "8kb"}})
+
+
+def test_bytes_that_were_meant_in_another_unit_are_refused() -> None:
+    """vLLM's flag for the same counts GiB."""
+    with pytest.raises(ConfigError) as caught:
+        read_config({"kv_cache": {"tiers": {"host_bytes": 4}}})
+    assert str(caught.value) == "kv_cache.tiers.host_bytes: 4 would be bytes: write a unit, such as 4GiB"
+    assert read_config({"kv_cache": {"tiers": {"host_bytes": 2**30}}}).kv_cache.tiers.host_bytes == 2**30
+
+
 def test_an_empty_file_is_the_default_cluster(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("# nothing\n")
