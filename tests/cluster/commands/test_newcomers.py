@@ -72,7 +72,7 @@ TOLD = [
         "SGLang's schedule_policy is prefill.queue and decode.queue here, in the file of --config",
     ),
     ("serve m --max-model-length 8192", "did you mean --max-model-len?"),
-    ("serve m --max_model_len 8x", "8x: give a number of tokens, like 8192, 8k or 8K"),
+    ("serve m --max_model_len 8x", "'8x' is no number of tokens: write 8192, 8k or 8K"),
     ("serve m --tool-call-parser hermes", "is model.response_template here, in the file of --config"),
     ("serve m --served-model-name a b", "one model is served, and a flag has one value"),
     ("serve m --tensor-parallel-size 3", "3 is none of 1, 2, 4, 8 (--tensor-parallel-size)"),
