@@ -3,6 +3,7 @@
     TwostrokeError
     |-- ConfigError              a setting, file or folder is wrong: names it, and the way out
     |-- RequestError             a request can't be served as asked (the client's fault)
+    |   `-- ContextExceeded      it needs more tokens than the model's context has
     |-- ConnectionLost           the peer is gone, or the connection was closed under us
     |   `-- ProtocolError        the peer sent what it must not: bad MAC, too long, unknown message
     |-- EpochMismatch            a message or ticket of another incarnation of a process
@@ -53,6 +54,53 @@ class RequestError(TwostrokeError):
         self.code = code
         self.status = status
         self.retry_after_s = retry_after_s
+
+
+class ContextExceeded(RequestError):
+    """A prompt, or prompt and answer together, of more tokens than the context has.
+
+    Clients know it by OpenAI's words, which these are.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        num_prompt_tokens: int,
+        max_context: int,
+        max_tokens: int | None = None,
+        limited_by: str = "max_tokens",
+    ):
+        """`source`: the prompt's field. `max_tokens`: those of the answer, which the field `limited_by` asks for; None:
+        the prompt has too many by itself."""
+        super().__init__("", param=source if max_tokens is None else limited_by, code="context_length_exceeded")
+        self.args = (source, num_prompt_tokens, max_context, max_tokens, limited_by)
+        self.source = source
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_context = max_context
+        self.max_tokens = max_tokens
+
+    def __str__(self) -> str:
+        begin, source = f"This model's maximum context length is {self.max_context} tokens. However, ", self.source
+        if self.max_tokens is None:
+            return (
+                f"{begin}your {source} resulted in {self.num_prompt_tokens} tokens, and an answer needs room, too. "
+                f"Please reduce the length of the {source}."
+            )
+        room = max(0, self.max_context - self.num_prompt_tokens)
+        asked = f"{self.num_prompt_tokens} in the {source}, {self.max_tokens} in the completion"
+        return (
+            f"{begin}you requested {self.num_prompt_tokens + self.max_tokens} tokens ({asked}). Please reduce the "
+            f"length of the {source}, or {self.param} to {room}."
+        )
+
+    @property
+    def in_anthropics_words(self) -> str:
+        """Return the message by which clients of Anthropic's API know this."""
+        num, most = self.num_prompt_tokens, self.max_context
+        if self.max_tokens is None:
+            return f"prompt is too long: {num} tokens > {min(most, num - 1)} maximum"
+        way_out = "decrease input length or `max_tokens` and try again"
+        return f"input length and `max_tokens` exceed context limit: {num} + {self.max_tokens} > {most}, {way_out}"
 
 
 class ConnectionLost(TwostrokeError):

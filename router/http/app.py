@@ -4,6 +4,7 @@ Serve's replicas build the app where they run: Starlette's apps can't be pickled
 """
 
 import asyncio
+import datetime
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +28,7 @@ from twostroke.router.http.deadlines import Deadlines
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, monitors_only, tenant_of
 from twostroke.router.http.page import feed, page
-from twostroke.router.http.responses import error_response, streamed, until_disconnect
+from twostroke.router.http.responses import error_response, is_anthropic, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.http.worker_orders import WorkerOrder, carry_out
 from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
@@ -42,6 +43,7 @@ from twostroke.router.openai.answers import (
     StreamWriter,
 )
 from twostroke.router.openai.embeddings import EmbeddingRequest, Embeddings, EmbeddingWriter, embedding_jobs
+from twostroke.router.openai.fields import explain
 from twostroke.router.openai.generation import Generation
 from twostroke.router.openai.jobs import RequestLimits, chat_prompt
 from twostroke.router.openai.messages import (
@@ -50,17 +52,10 @@ from twostroke.router.openai.messages import (
     MessageObject,
     MessagesRequest,
     MessagesWriter,
-    TokenCount,
 )
 from twostroke.router.openai.response_items import ResponseObject, ResponsesWriter
 from twostroke.router.openai.responses import ResponsesRequest
-from twostroke.router.openai.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    explain,
-)
+from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from twostroke.router.slo.classes import (
     CLASS_HEADER,
     MOST_ASKED_PRIORITY,
@@ -74,6 +69,8 @@ from twostroke.router.text.generation_config import SamplingDefaults
 
 LEFT_OUT_HEADER = "x-schema-left-out"
 """Names the keywords of a schema without `strict` that the answer is not held to."""
+TOOLS_LEFT_OUT_HEADER = "x-tools-left-out"
+"""Names the types of the tools that the model is not told of, because no server but OpenAI's runs them."""
 _JSON_LINES = "application/x-ndjson"
 
 
@@ -256,7 +253,10 @@ async def responses(body: ResponsesRequest, request: Request, resources: Resourc
     service.check(body)
     draft = body.draft()
     with draft.naming():
-        return await _generate(draft.chat(), partial(ResponsesWriter, body), request, resources)
+        response = await _generate(draft.chat(), partial(ResponsesWriter, body), request, resources)
+    if body.left_out_tools:
+        response.headers[TOOLS_LEFT_OUT_HEADER] = ", ".join(body.left_out_tools)
+    return response
 
 
 @keyed.post("/v1/embeddings", response_model=Embeddings, openapi_extra=_GENERATES["openapi_extra"])
@@ -274,6 +274,12 @@ async def messages(body: MessagesRequest, request: Request, resources: Resources
     draft = body.draft()
     with draft.naming():
         return await _generate(draft.chat(), MessagesWriter, request, resources, body.keep_s)
+
+
+class TokenCount(TypedDict):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
 
 
 @keyed.post("/v1/messages/count_tokens", dependencies=_PLACED, responses=_errors(MessageError))
@@ -309,14 +315,46 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
+class MessageModel(TypedDict):
+    """A model, as Anthropic lists them."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+
+
+class MessageModelList(TypedDict):
+    """GET /v1/models of Anthropic's API."""
+
+    data: list[MessageModel]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+def _message_model(name: str, started_at: int) -> MessageModel:
+    """Return the model served since `started_at`, in seconds since 1970."""
+    created_at = datetime.datetime.fromtimestamp(started_at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
+
+
+@keyed.get("/v1/models/", include_in_schema=False)
 @keyed.get("/v1/models")
-async def models(service: Service) -> ModelList:
-    """The model served."""
+async def models(request: Request, service: Service) -> ModelList | MessageModelList:
+    """The model served, in the form of Anthropic's API where the header `anthropic-version` asks for it."""
+    if is_anthropic(request.scope):
+        card = _message_model(service.config.model_name, service.started_at)
+        return {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
+    return {"object": "list", "data": [_card(service)]}
+
+
+def _card(service: RouterService) -> ModelCard:
     try:
         max_context = service.max_context()
     except NoPath:  # the model is known before its workers are
         max_context = None
-    card: ModelCard = {
+    return {
         "id": service.config.model_name,
         "object": "model",
         "created": service.started_at,
@@ -327,14 +365,13 @@ async def models(service: Service) -> ModelList:
         "end_token_ids": list(service.tokenizer.eos_token_ids),
         "response_template": service.tokenizer.response_template,
     }
-    return {"object": "list", "data": [card]}
 
 
 @keyed.get("/v1/models/{name:path}")
-async def model(name: str, service: Service) -> ModelCard:
+async def model(name: str, request: Request, service: Service) -> ModelCard | MessageModel:
     """One model."""
     service.check_model(name)
-    return (await models(service))["data"][0]
+    return _message_model(name, service.started_at) if is_anthropic(request.scope) else _card(service)
 
 
 class TokenIds(TypedDict):
@@ -366,6 +403,12 @@ class DetokenizedText(TypedDict):
     """POST /detokenize."""
 
     prompt: str
+
+
+@keyed.get("/tokenizer_info")
+async def tokenizer_info(service: Service) -> dict[str, Any]:
+    """The tokenizer's settings, special tokens and chat template, as vLLM tells them."""
+    return dict(service.tokenizer.info)
 
 
 @keyed.post("/detokenize", dependencies=_PLACED)
@@ -468,7 +511,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     """Bodies that their models refuse."""
     assert isinstance(error, RequestValidationError)
     errors = [{**one, "loc": one["loc"][1:]} for one in error.errors()]  # without the word `body`
-    return await _on_error(request, explain(errors))
+    return await _on_error(request, explain(errors, error.body))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.openai.answers import internal_error
-from twostroke.router.openai.fields import check_values
-from twostroke.router.openai.schemas import shown
+from twostroke.router.openai.fields import check_values, shown
 
 MAX_NESTING = 64
 MAX_MEMBERS = 4096

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import LOG_CONTEXT, LogContext
-from twostroke.router.http.responses import error_response
+from twostroke.router.http.responses import error_response, is_anthropic
 from twostroke.router.http.tenants import Tenant, Tenants
 from twostroke.router.observe.access_log import MINTED, exchange_of
 
@@ -47,7 +47,10 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic(scope):
+                    headers["request-id"] = request_id
             await send(message)
 
         before = LOG_CONTEXT.set(LogContext(request_id))

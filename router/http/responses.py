@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -29,8 +30,14 @@ class ServerEnds(RequestError):
         super().__init__("the server ends; try again shortly", code="shutting_down", status=503)
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a request is of Anthropic's API: by its path, or, for models, by the header of its clients."""
+    path = scope["path"]
+    return "/v1/messages" in path or ("/v1/models" in path and "anthropic-version" in Headers(scope=scope))
+
+
 def error_response(error: TwostrokeError, scope: Scope) -> Response:
-    """The error object of the API that the path belongs to, with its status; OpenAI's but for /v1/messages."""
+    """The error object of the API that the request is of, with its status."""
     shown = public_error(error)
     headers = {}
     if shown.retry_after_s is not None:
@@ -41,7 +48,7 @@ def error_response(error: TwostrokeError, scope: Scope) -> Response:
         headers["connection"] = "close"
     if shown.status == 401:
         headers["www-authenticate"] = "Bearer"
-    content = encode_json(message_error(error) if "/v1/messages" in scope["path"] else error_object(error))
+    content = encode_json(message_error(error) if is_anthropic(scope) else error_object(error))
     return Response(content, shown.status, headers, media_type="application/json")
 
 

@@ -36,9 +36,10 @@ from twostroke.router.observe.scrape import (
     own_collections_family,
     path_families,
 )
+from twostroke.router.openai.fields import shown
 from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
-from twostroke.router.openai.schemas import ModelRequest, UnknownFields, shown
+from twostroke.router.openai.schemas import ModelRequest, UnknownFields
 from twostroke.router.routing.role_changes import role_changes
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig

@@ -214,7 +214,7 @@ class AnswerMessage(Reasoning):
     """The answer of a chat that is not streamed."""
 
     role: Literal["assistant"]
-    content: str | None  # None: tool calls alone
+    content: str | None  # None: tool calls alone, or a part of one
     refusal: None
     tool_calls: NotRequired[list[ToolCall]]
     function_call: NotRequired[CalledFunction]  # instead, of a request with `functions`
@@ -224,7 +224,7 @@ class DeltaMessage(Reasoning, total=False):
     """The part of an answer in a chunk; the first has the role."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None  # None: it may be that there is none
     tool_calls: list[ToolCallChunk]
     function_call: CalledFunction
 
@@ -455,7 +455,7 @@ class ChatWriter(ChoicesWriter):
         self._opened.add(delta.index)
         opening: ChunkChoice = {
             "index": delta.index,
-            "delta": {"role": "assistant", "content": ""},
+            "delta": {"role": "assistant", "content": None if self._jobs[delta.index].has_tools else ""},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -468,6 +468,7 @@ class ChatWriter(ChoicesWriter):
         return choice
 
     def _content(self, delta: ChoiceDelta, *, is_chunk: bool) -> dict[str, Any]:
+        has_tools = self._jobs[delta.index].has_tools
         if is_chunk:
             written: DeltaMessage = {}
             if self._tells_function_call:
@@ -476,10 +477,11 @@ class ChatWriter(ChoicesWriter):
                     written["function_call"] = {**pieces[0], "arguments": "".join(one["arguments"] for one in pieces)}
             elif delta.tool_calls:
                 written["tool_calls"] = [_call_chunk(call) for call in delta.tool_calls]
-            if delta.text or not (delta.reasoning or delta.tool_calls or delta.finish_reason):
+            if delta.text or not (delta.reasoning or delta.tool_calls or has_tools or delta.finish_reason):
                 written["content"] = delta.text
             return {"delta": {**written, **_reasoning(delta)}}
-        content = None if delta.tool_calls and not delta.text else delta.text
+        is_call = delta.tool_calls or (has_tools and delta.finish_reason == "length")
+        content = None if is_call and not delta.text else delta.text
         message: AnswerMessage = {"role": "assistant", "content": content, "refusal": None}
         if delta.tool_calls and self._tells_function_call:
             message["function_call"] = _whole_calls(delta.tool_calls)[0]["function"]

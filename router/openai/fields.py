@@ -1,10 +1,11 @@
-"""Base model and checks that the models of requests share."""
+"""Base model and checks that the models of requests share, and the refusals of what they find wrong."""
 
 import math
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 from twostroke.protocol.errors import RequestError
 from twostroke.router.text.written_calls import is_unicode
@@ -54,6 +55,8 @@ ShortText = Annotated[str, Field(max_length=512)]
 class StrictModel(BaseModel):
     """An object of a request: unknown members are kept, to be named."""
 
+    takes_any: ClassVar[bool] = False  # no member is unknown
+
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
@@ -84,18 +87,109 @@ class CacheControl(StrictModel):
     ttl: Literal["5m", "1h"] | None = None
 
 
-def _cache_control(value: Any) -> Any:
-    """Check by hand, because pydantic's error would lie deeper than errors name fields."""
-    if value is not None and not (
-        isinstance(value, dict) and value.get("type") == "ephemeral" and value.get("ttl") in (None, *_TTL_S)
-    ):
-        raise ValueError('cache_control must be {"type": "ephemeral"}, with a ttl of 5m or 1h or none')
-    return value
-
-
-CacheMark = Annotated[CacheControl | None, BeforeValidator(_cache_control)]
+CacheMark = CacheControl | None
 
 
 def longest_ttl(marks: Iterable[CacheControl | None]) -> float:
     """Return the longest of the times that these marks ask for, in seconds; 0 without any."""
     return max((_TTL_S[mark.ttl or "5m"] for mark in marks if mark is not None), default=0.0)
+
+
+def shown(name: str) -> str:
+    """A name from outside, safe to put into an answer and a log."""
+    return "".join(char if char.isprintable() else "?" for char in name[:80])
+
+
+_TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+"""The names that the APIs have for a part of text."""
+
+
+def only(known: Collection[str], way_out: str, *, default: str | None = None) -> Callable[[Any], Any]:
+    """A validator of objects with a `type`: raises ValueError where it is none of `known`. `default`: of those without.
+
+    The error says what is not supported and `way_out`, where pydantic would tell of all that might have been meant.
+    """
+    texts = [name for name in known if name in _TEXT_PARTS]
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise PydanticKnownError("dict_type")
+        kind = value.get("type", default)
+        if not isinstance(kind, str):
+            raise ValueError("must have a type, which is a string")
+        if kind not in known:
+            instead = f"text is of the type {' or '.join(texts)} here" if texts and kind in _TEXT_PARTS else way_out
+            raise ValueError(f"the type {shown(kind)!r} is not supported: {instead}")
+        return value
+
+    return check
+
+
+def type_tag(value: Any) -> str:
+    """Return the tag of an object in a union that is told apart by `type`. It is no name that a member could have."""
+    kind: str = value.get("type", "message") if isinstance(value, dict) else value.type
+    return f"type {kind}"
+
+
+_FORMS = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+}
+"""Forms that a value may have, by pydantic's errors about another form."""
+
+
+def explain(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestError:
+    """The refusal of a body that pydantic found these errors in: it names the first field at fault, where the client
+    has it, and all forms that it may have."""
+    field = errors[0]["loc"][:1]
+    found = [(one, _path_in(body, one)) for one in errors if one["loc"][:1] == field]
+    first, path = max(found, key=_how_far)
+    param = ".".join(shown(str(part)) for part in path) or "body"
+    forms = dict.fromkeys(form for one, place in found if place == path and (form := _form(one)))
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ValueError):
+        param, message = getattr(cause, "param", param), str(cause)
+    elif first["type"] == "missing":
+        message = "is required"
+    elif _form(first):
+        message = f"must be {' or '.join(forms)}"
+    else:
+        message = first["msg"][:1].lower() + first["msg"][1:]
+    return refusal(param, message)
+
+
+def _form(error: Mapping[str, Any]) -> str | None:
+    """Return the form that was expected; None where the error is of another kind."""
+    expected: str | None = error["ctx"]["expected"] if error["type"] == "literal_error" else _FORMS.get(error["type"])
+    return expected
+
+
+def _path_in(body: Any, error: Mapping[str, Any]) -> list[str | int]:
+    """Return the path of an error in the body: pydantic's has the names of the types that it tried among the steps."""
+    path, value, steps = list[str | int](), body, error["loc"]
+    for number, step in enumerate(steps, 1):
+        is_member = step in value if isinstance(value, dict) else isinstance(value, list) and isinstance(step, int)
+        if is_member:
+            value = value[step]
+        if is_member or (number == len(steps) and error["type"] == "missing"):
+            path.append(step)
+    return path
+
+
+def _how_far(found: tuple[Mapping[str, Any], list[str | int]]) -> tuple[bool, int, list[int]]:
+    """Return the most helpful error of a field that may be of several types: that of the attempt that got furthest."""
+    error, path = found
+    return not error["type"].endswith("_type"), len(path), [part for part in path if isinstance(part, int)]
+
+
+def refusal(param: str, message: str) -> RequestError:
+    """Return the error about one field."""
+    return RequestError(f"{param}: {message}", param=param)

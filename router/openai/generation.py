@@ -189,7 +189,7 @@ class ChoiceWriter:
                 break
         finish: FinishReason | Literal["tool_calls"] | None = event.finish_reason
         if finish is not None and not self._stops.stopped:
-            text += self._visible(self._rest())
+            text += self._visible(self._rest(is_cut=finish == "length"))
             text += self._stops.flush()
         if self._stops.stopped or self._is_over:
             finish = "stop"
@@ -222,9 +222,9 @@ class ChoiceWriter:
         self.num_reasoning_tokens += was_reasoning or self._chat.is_reasoning
         return content
 
-    def _rest(self) -> str:
+    def _rest(self, *, is_cut: bool) -> str:
         text = self._text.flush()
-        return text if self._chat is None else self._chat.add(text) + self._chat.finish()
+        return text if self._chat is None else self._chat.add(text) + self._chat.finish(is_cut=is_cut)
 
     def _visible(self, text: str) -> str:
         self._num_chars += len(text)
@@ -262,9 +262,9 @@ class _ChatText:
         """Regions that look like calls and could not be parsed."""
         return self._parser.num_unparsed
 
-    def finish(self) -> str:
+    def finish(self, *, is_cut: bool) -> str:
         """The content that was held back."""
-        return self._take(self._parser.finish())
+        return self._take(self._parser.finish(is_cut=is_cut))
 
     def taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Return the reasoning and calls since the last call of this method."""

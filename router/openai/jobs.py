@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import ContextExceeded, RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams, ScoringParams
 from twostroke.router.generate.score import PromptScored
@@ -63,6 +63,11 @@ class ChoiceJob:
     left_out: tuple[str, ...] = ()  # keywords of lenient schemas that the answer is not held to
     chat: "ChatParsing | None" = None  # how the answer is taken apart; None: it is text
 
+    @property
+    def has_tools(self) -> bool:
+        """Return whether the answer may be calls alone."""
+        return self.chat is not None and self.chat.has_tools
+
 
 @dataclass(frozen=True)
 class ChatParsing:
@@ -70,6 +75,7 @@ class ChatParsing:
 
     opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
     includes_reasoning: bool = True
+    has_tools: bool = False  # the answer may be calls alone
 
     def parser(self) -> ResponseParser:
         """A parser of one choice."""
@@ -192,8 +198,14 @@ class JobMaker:
         if form is None:
             return None
         by_name = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        opened = form.language.parser(prompt, by_name or None, is_parallel=body.is_parallel)
-        return ChatParsing(opened, body.include_reasoning is not False)
+        opened = form.language.parser(
+            prompt,
+            by_name or None,
+            is_parallel=body.is_parallel,
+            is_forced=bool(body.forced_tools),
+            trigger="" if form.call is None else form.call.trigger,
+        )
+        return ChatParsing(opened, body.include_reasoning is not False, has_tools=bool(tools))
 
     def _format(self, body: ChatRequest) -> OutputFormat | None:
         """Return the format of the answer: the model's own, or the generic one for calls that its own does not tell."""
@@ -210,15 +222,13 @@ class JobMaker:
         form, forced, budget = self._format(body), body.forced_tools, body.thinking_token_budget
         rules = AnswerGrammar(self._tokenizer.controls)
         thinking, call = (None, None) if form is None else (form.thinking, form.call)
-        if forced and grammar:
-            raise RequestError("tool_choice: an answer that must be a call has no other format", param="tool_choice")
-        if budget and thinking is None:
-            raise RequestError("thinking_token_budget: this model does not think", param="thinking_token_budget")
-        if budget and thinking is not None and not rules.ends_thoughts(thinking):
-            raise RequestError(
-                "thinking_token_budget: the mark that ends thoughts is no token of this model",
-                param="thinking_token_budget",
-            )
+        if budget and (thinking is None or not rules.ends_thoughts(thinking)):
+            why = "this model does not think"
+            if thinking is not None:
+                why = "the mark that ends thoughts is no token of this model"
+            if body.is_budget_required:
+                raise RequestError(f"thinking_token_budget: {why}", param="thinking_token_budget")
+            budget = None
         offered = [] if call is None else body.allowed_tools
         is_strict = any(tool.function.strict for tool in offered) and call is not None and rules.marks_calls(call)
         calls, functions = "", list[CallableFunction]()
@@ -227,7 +237,7 @@ class JobMaker:
             is_free = not forced and not grammar
             calls = rules.of_calls(call, functions, is_parallel=body.is_parallel, is_free=is_free)
         if forced:
-            rest, param = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools"
+            rest, param, grammar = f"{calls}\nrest: /\\s{{0,8}}/ calls", "tools", ""  # there is no content
         elif grammar and (calls or thinking is not None):
             either = "(@answer | calls)" if calls else "@answer"
             rest, param = f"{calls}\nrest: /\\s{{0,8}}/ {either}", "response_format"
@@ -280,14 +290,15 @@ class JobMaker:
 
     async def encode(self, text: str, param: str, max_context: int, *, add_special_tokens: bool) -> list[int]:
         """The token ids of `text`. Raises RequestError, without tokenising, where they must be over the context."""
-        if self._tokenizer.surely_over(text, max_context):
-            raise _too_long(param, "more than that", max_context)
+        least = self._tokenizer.least_tokens(text)
+        if least > max_context:
+            raise ContextExceeded(param, least, max_context)
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def checked(self, token_ids: list[int], param: str, max_context: int) -> list[int]:
         """These ids. Raises RequestError where they are over the context, or the model does not have one of them."""
         if len(token_ids) > max_context:
-            raise _too_long(param, str(len(token_ids)), max_context)
+            raise ContextExceeded(param, len(token_ids), max_context)
         self._check_vocabulary(token_ids, param)
         return token_ids
 
@@ -312,15 +323,11 @@ class JobMaker:
             raise RequestError(f"{param}: has no tokens", param=param)
         room = limits.max_context - len(token_ids)
         if room < 1 and body.token_limit[1] != 0:
-            raise _too_long(param, str(len(token_ids)), limits.max_context)
+            raise ContextExceeded(param, len(token_ids), limits.max_context)
         limited_by, limit = body.token_limit
         max_tokens = default_tokens if limit is None else limit
         if max_tokens > room:
-            raise RequestError(
-                f"{limited_by}: the prompt leaves room for {room} tokens of the model's context, not for {max_tokens}",
-                param=limited_by,
-                code="context_length_exceeded",
-            )
+            raise ContextExceeded(param, len(token_ids), limits.max_context, max_tokens, limited_by)
         if body.min_tokens is not None and body.min_tokens > max_tokens:
             raise RequestError(f"min_tokens: must not be over max_tokens, {max_tokens}", param="min_tokens")
         stop_token_ids = tuple(body.stop_token_ids or ())
@@ -376,8 +383,9 @@ class JobMaker:
 
 def chat_prompt(tokenizer: TextTokenizer, body: ChatRequest | TokenizeRequest) -> str:
     """The text that the chat template makes of a chat. Raises RequestError where it refuses."""
-    continues = bool(body.continue_final_message)
-    messages = [message.as_template_sees() for message in body.messages or ()]
+    sent = body.messages or []
+    continues = bool(body.continue_final_message or (sent and sent[-1].prefix))
+    messages = [message.as_template_sees() for message in sent]
     said, mark = "", ""
     if continues:
         # Behind the message, so that it is known where that ends: its own words may stand elsewhere in the prompt, too.
@@ -473,11 +481,3 @@ def _check_alone(body: GenerationFields) -> None:
         raise RequestError(f"{param}: not together with a schema or grammar, which decides itself", param=param)
     if body.ignore_eos:
         raise RequestError("ignore_eos: an answer that follows a schema or grammar ends with it", param="ignore_eos")
-
-
-def _too_long(param: str, has: str, max_context: int) -> RequestError:
-    return RequestError(
-        f"{param}: the model's context is {max_context} tokens, output included; the prompt has {has}",
-        param=param,
-        code="context_length_exceeded",
-    )

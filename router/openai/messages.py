@@ -13,18 +13,27 @@ import msgspec
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from twostroke.protocol.errors import TwostrokeError, public_error
+from twostroke.protocol.errors import ContextExceeded, TwostrokeError, public_error
 from twostroke.router.openai.answers import ChoiceDelta, StreamWriter, Usage, encode_json, named_event
-from twostroke.router.openai.fields import CacheControl, CacheMark, ShortText, StrictModel, Text, longest_ttl
+from twostroke.router.openai.fields import (
+    CacheControl,
+    CacheMark,
+    ShortText,
+    StrictModel,
+    Text,
+    longest_ttl,
+    only,
+    type_tag,
+)
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
     TEXT_ALONE,
     ChatDraft,
+    ChatRequest,
     GenerationFields,
     SamplingFields,
     StopStrings,
-    only,
 )
 from twostroke.router.openai.tools import FunctionName
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -46,6 +55,33 @@ class TextBlock(StrictModel):
     text: Text
     citations: Any = None
     cache_control: CacheMark = None
+
+
+class DocumentSource(StrictModel):
+    """The text of a document."""
+
+    type: Literal["text", "content"]
+    media_type: ShortText | None = None
+    data: Text | None = None  # of the type text
+    content: "Text | TextBlocks | None" = None  # of the type content
+
+
+class DocumentBlock(StrictModel):
+    """A document that is text."""
+
+    type: Literal["document"]
+    source: Annotated[DocumentSource, BeforeValidator(only(("text", "content"), TEXT_ALONE))]
+    title: Text | None = None
+    context: Text | None = None
+    citations: Any = None
+    cache_control: CacheMark = None
+
+    @property
+    def text(self) -> str:
+        """The document's title, what is said about it, and its text."""
+        content = self.source.data or self.source.content or ""
+        said = content if isinstance(content, str) else "\n".join(block.text for block in content)
+        return "\n\n".join(part for part in (self.title, self.context, said) if part)
 
 
 class ThinkingBlock(StrictModel):
@@ -72,13 +108,9 @@ class ToolResultBlock(StrictModel):
 
     type: Literal["tool_result"]
     tool_use_id: ShortText
-    content: "Text | TextBlocks | None" = None
+    content: "Text | ResultBlocks | None" = None
     is_error: bool | None = None  # chat templates have no word for it
     cache_control: CacheMark = None
-
-
-def _type_of(value: Any) -> str:
-    return f"type {value['type'] if isinstance(value, dict) else value.type}"
 
 
 def _side_of(value: Any) -> str:
@@ -88,17 +120,26 @@ def _side_of(value: Any) -> str:
 
 OnlyText = Annotated[TextBlock, BeforeValidator(only(("text",), TEXT_ALONE))]
 TextBlocks = Annotated[list[OnlyText], Field(fail_fast=True, max_length=MAX_BLOCKS)]
-# Tags are no words, so that `explain` takes them for no part of a path.
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("type text")] | Annotated[DocumentBlock, Tag("type document")],
+    Discriminator(type_tag),
+    BeforeValidator(only(("text", "document"), TEXT_ALONE)),
+]
+ResultBlocks = Annotated[list[ResultBlock], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 ClientBlock = Annotated[
-    Annotated[TextBlock, Tag("type text")] | Annotated[ToolResultBlock, Tag("type tool_result")],
-    Discriminator(_type_of),
-    BeforeValidator(only(("text", "tool_result"), f"a user sends text and tool_result blocks, and {TEXT_ALONE}")),
+    Annotated[TextBlock, Tag("type text")]
+    | Annotated[DocumentBlock, Tag("type document")]
+    | Annotated[ToolResultBlock, Tag("type tool_result")],
+    Discriminator(type_tag),
+    BeforeValidator(
+        only(("text", "document", "tool_result"), f"a user sends text, documents and tool results, and {TEXT_ALONE}")
+    ),
 ]
 ModelBlock = Annotated[
     Annotated[TextBlock, Tag("type text")]
     | Annotated[ThinkingBlock, Tag("type thinking")]
     | Annotated[ToolUseBlock, Tag("type tool_use")],
-    Discriminator(_type_of),
+    Discriminator(type_tag),
     BeforeValidator(
         only(("text", "thinking", "tool_use"), f"an assistant sends text, thinking and tool_use, and {TEXT_ALONE}")
     ),
@@ -108,7 +149,7 @@ ModelBlock = Annotated[
 class ClientMessage(StrictModel):
     """A message to the model."""
 
-    role: Literal["user", "system"]
+    role: Literal["user", "assistant", "system"]  # the model's messages are `ModelMessage`
     content: Text | Annotated[list[ClientBlock], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 
 
@@ -182,6 +223,10 @@ _NAMES = {
 """Names of the chat's fields in this API."""
 
 _NOT_CUT = "prompts are taken whole; leave out old messages"
+_KEPT_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+_UNCUT: Sequence[Any] = ({}, *({"edits": edits} for edits in (None, [], [_KEPT_THINKING])))
+_BILLING = "x-anthropic-billing-header"
+"""Beginning of a block of Claude Code's that differs in each request and would end the cached prefix."""
 
 
 class CountTokensRequest(SamplingFields):
@@ -190,7 +235,7 @@ class CountTokensRequest(SamplingFields):
     lacking: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {
         "container": (_OWN_TOOLS, ()),
         "mcp_servers": (_OWN_TOOLS, ([],)),
-        "context_management": (_NOT_CUT, ({},)),
+        "context_management": (_NOT_CUT, _UNCUT),
     }
     without_effect: ClassVar[frozenset[str]] = frozenset(
         ("metadata", "inference_geo", "speed", "user_profile_id", "workspace_id", "diagnostics")
@@ -202,6 +247,7 @@ class CountTokensRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonOutputFormat | None = None  # as `output_config.format` was called; that counts
     cache_control: CacheMark = None
 
     @property
@@ -219,11 +265,18 @@ class CountTokensRequest(SamplingFields):
                 if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
                     yield from (inner.cache_control for inner in block.content)
 
+    @property
+    def _kept_system(self) -> str | list[TextBlock] | None:
+        """The system prompt without the block that is about the client's bills."""
+        if isinstance(self.system, list) and self.system and self.system[0].text.startswith(_BILLING):
+            return self.system[1:]
+        return self.system
+
     def draft(self) -> ChatDraft:
         """The chat that this is."""
-        draft = ChatDraft(self, _NAMES)
-        if self.system:
-            draft.add({"role": "system", "content": _chat_content(self.system)}, "system")
+        draft = ChatDraft(self, _NAMES, MessageChat)
+        if system := self._kept_system:
+            draft.add({"role": "system", "content": _chat_content(system)}, "system")
         for i, message in enumerate(self.messages):
             if isinstance(message.content, str):
                 draft.add({"role": message.role, "content": message.content}, f"messages.{i}")
@@ -235,6 +288,10 @@ class CountTokensRequest(SamplingFields):
             draft.name(f"tools.{i}.function.parameters", f"tools.{i}.input_schema")
             draft.name(f"tools.{i}.function", f"tools.{i}")
         form = None if self.output_config is None else self.output_config.format
+        if form is None and self.output_format is not None:
+            form = self.output_format
+            draft.name("response_format", "output_format")
+            draft.name("response_format.json_schema", "output_format")
         draft.set(
             service_tier="default" if self.service_tier == "standard_only" else None,
             tools=None if self.tools is None else [_chat_tool(tool) for tool in self.tools],
@@ -254,6 +311,12 @@ class CountTokensRequest(SamplingFields):
         if self.messages[-1].role == "assistant":  # the answer's beginning
             draft.set(continue_final_message=True, add_generation_prompt=False)
         return draft
+
+
+class MessageChat(ChatRequest):
+    """The chat of a message. Clients have to give a budget of thinking, whatever the model does."""
+
+    is_budget_required: ClassVar[bool] = False
 
 
 class MessagesRequest(CountTokensRequest):
@@ -291,9 +354,13 @@ def _add_turn(draft: ChatDraft, blocks: Sequence[TextBlock | ThinkingBlock | Too
                 calls.append({"id": block.id, "type": "function", "function": function})
 
 
-def _add_blocks(draft: ChatDraft, role: str, blocks: Sequence[TextBlock | ToolResultBlock], origin: str) -> None:
+def _add_blocks(
+    draft: ChatDraft, role: str, blocks: Sequence[TextBlock | DocumentBlock | ToolResultBlock], origin: str
+) -> None:
     """Add the messages of one of the client's: what a tool returned is one by itself."""
     parts: list[dict[str, str]] | None = None  # of the message that texts go on with
+    if not blocks:
+        draft.add({"role": role, "content": ""}, origin)
     for i, block in enumerate(blocks):
         place = f"{origin}.content.{i}"
         if isinstance(block, ToolResultBlock):
@@ -308,7 +375,7 @@ def _add_blocks(draft: ChatDraft, role: str, blocks: Sequence[TextBlock | ToolRe
             parts.append({"type": "text", "text": block.text})
 
 
-def _chat_content(content: str | Sequence[TextBlock]) -> str | list[dict[str, str]]:
+def _chat_content(content: str | Sequence[TextBlock | DocumentBlock]) -> str | list[dict[str, str]]:
     return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
 
 
@@ -370,12 +437,6 @@ class MessageObject(TypedDict):
     usage: MessageUsage
 
 
-class TokenCount(TypedDict):
-    """The answer of /v1/messages/count_tokens."""
-
-    input_tokens: int
-
-
 class MessageErrorBody(TypedDict):
     """The error of an error object."""
 
@@ -407,7 +468,8 @@ def message_error(error: TwostrokeError) -> MessageError:
     """Return the error object that shows `error` to the client of this API."""
     shown = public_error(error)
     kind = _ERROR_TYPES.get(shown.status, "api_error" if shown.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(shown)}}
+    words = shown.in_anthropics_words if isinstance(shown, ContextExceeded) else str(shown)
+    return {"type": "error", "error": {"type": kind, "message": words}}
 
 
 Event = dict[str, Any]
@@ -436,6 +498,7 @@ class MessagesWriter(StreamWriter):
         self._pieces: list[str] = []  # of the last block, while it is open
         self._is_open = False
         self._has_begun = False
+        self._has_tools = jobs[0].has_tools
         self._is_kept = any(job.request.keep_s > 0 for job in jobs)
         self._stop: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
@@ -472,7 +535,8 @@ class MessagesWriter(StreamWriter):
             if call.arguments:
                 yield from self._add("tool_use", call.arguments)
         if delta.finish_reason is not None:
-            if not self._blocks:  # an answer without a word has a text all the same
+            is_cut_call = delta.finish_reason == "length" and self._has_tools
+            if not self._blocks and not is_cut_call:  # an answer without a word has a text all the same
                 yield from self._open({"type": "text", "text": ""})
             yield from self._close()
             reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(delta.finish_reason, "end_turn")

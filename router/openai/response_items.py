@@ -22,13 +22,14 @@ from twostroke.router.openai.answers import (
     named_event,
     token_logprobs,
 )
+from twostroke.router.openai.fields import StrictModel
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.responses import (
-    NamedFunction,
     ReasoningFields,
     ResponsesRequest,
     ResponseTextFields,
     TextFormat,
+    name_within,
 )
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -80,6 +81,7 @@ class OutputFunctionCall(TypedDict):
     status: Status
     call_id: str
     name: str
+    namespace: NotRequired[str]  # of the function, where the request had it within one
     arguments: str
 
 
@@ -119,7 +121,7 @@ class ResponseObject(TypedDict):
     reasoning: dict[str, str | None]
     temperature: float
     text: dict[str, Any]
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
@@ -147,7 +149,13 @@ class ResponsesWriter(StreamWriter):
     ):
         """`request` is what `body` was made of; the others are those of `ChoicesFormat`."""
         self._piece = tokenizer.piece
+        self._has_tools = jobs[0].has_tools
         self._head = _head(request, jobs[0], model, created, service_tier)
+        self._names = {
+            name_within(namespace, tool.name): {"name": tool.name, "namespace": namespace}
+            for _, namespace, tool in request.functions
+            if namespace is not None
+        }  # of functions in the chat
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the last of them, while it is open
         self._pieces: list[str] = []  # of the text of the open item
@@ -189,7 +197,8 @@ class ResponsesWriter(StreamWriter):
         for call in delta.tool_calls:
             yield from self._add_call(call)
         if delta.finish_reason is not None:
-            if not self._output:  # an answer without a word is a message all the same
+            is_cut_call = delta.finish_reason == "length" and self._has_tools
+            if not self._output and not is_cut_call:  # an answer without a word is a message all the same
                 yield from self._open_item({"type": "message", "role": "assistant", "content": []})
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
             yield from self._close_item()
@@ -207,7 +216,7 @@ class ResponsesWriter(StreamWriter):
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[Event]:
         if call.call_id:
-            fields = {"call_id": call.call_id, "name": call.name, "arguments": ""}
+            fields = {"call_id": call.call_id, **self._names.get(call.name, {"name": call.name}), "arguments": ""}
             yield from self._open_item({"type": "function_call", **fields})
         if call.arguments:
             self._pieces.append(call.arguments)
@@ -303,9 +312,7 @@ def _head(
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "temperature": job.request.sampling.temperature,
         "text": {"format": form.model_dump(by_alias=True, exclude_none=True), "verbosity": text.verbosity},
-        "tool_choice": {"type": "function", "name": choice.name}
-        if isinstance(choice, NamedFunction)
-        else choice or "auto",
+        "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, StrictModel) else choice or "auto",
         "tools": [tool.model_dump() for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": job.request.sampling.top_p,

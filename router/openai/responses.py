@@ -1,15 +1,17 @@
 """Requests of OpenAI's Responses API, translated into chats. The answers: response_items.py.
 
-The server keeps no conversation: clients send its items again, those of answers unchanged.
+The server keeps no conversation: clients send its items again, those of answers unchanged. Tools that no server but
+OpenAI's runs are left out, and their items are text for the model; functions within a namespace are functions here.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from twostroke.router.openai.fields import PromptCacheFields, ShortText, StrictModel, Text
-from twostroke.router.openai.schemas import MAX_LOGPROBS, TEXT_ALONE, ChatDraft, SamplingFields, Stop, only
+from twostroke.router.openai.fields import PromptCacheFields, ShortText, StrictModel, Text, only, type_tag
+from twostroke.router.openai.schemas import MAX_LOGPROBS, TEXT_ALONE, ChatDraft, SamplingFields, Stop
 from twostroke.router.openai.tools import FunctionName
 
 MAX_ITEMS = 4096
@@ -19,7 +21,32 @@ MAX_TOOLS = 128
 _NOT_KEPT = "responses are not kept here; send the items of the conversation as input"
 
 JsonSchema = dict[str, Any]
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+Included = Literal[
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+]
+"""Parts of an answer that clients may want. But for log-probabilities there are none here."""
+
+_OTHER_TOOLS = ("web_search", "web_search_preview", "local_shell", "custom", "tool_search", "image_generation")
+"""Types of tools that the model is not told of. Codex offers them whatever the server is."""
+_OTHER_ITEMS = (
+    *("web_search_call", "local_shell_call", "local_shell_call_output", "custom_tool_call", "custom_tool_call_output"),
+    *("tool_search_call", "tool_search_output", "image_generation_call"),
+)
+"""Types of the items of such tools."""
+_OTHER = "another type"
+
+
+def _tag(value: Any) -> str:
+    """Return the tag of an item or a tool by its `type` (see `type_tag`): one for all that are left out."""
+    tag = type_tag(value)
+    return _OTHER if tag.removeprefix("type ") in (*_OTHER_TOOLS, *_OTHER_ITEMS) else tag
 
 
 class ResponseTextPart(StrictModel):
@@ -69,7 +96,12 @@ class FunctionCallItem(StrictModel):
     id: ShortText | None = None
     status: ShortText | None = None
     caller: Any = None  # the model, always
-    namespace: None = None
+    namespace: FunctionName | None = None
+
+    @property
+    def chat_name(self) -> str:
+        """The function's name in the chat."""
+        return name_within(self.namespace, self.name)
 
 
 class FunctionOutputItem(StrictModel):
@@ -93,17 +125,25 @@ class ReasoningItem(StrictModel):
     status: ShortText | None = None
 
 
-def _type_of(value: Any) -> str:
-    kind: str = value.get("type", "message") if isinstance(value, dict) else value.type
-    return f"type {kind}"
+class OtherItem(StrictModel):
+    """An item of a tool that is left out: what another model did with it."""
+
+    takes_any: ClassVar[bool] = True
+
+    type: ShortText
+
+    @property
+    def text(self) -> str:
+        """The item in words, which are its JSON."""
+        said = self.model_dump(exclude={"id", "status", "result", "encrypted_content"}, exclude_none=True)
+        return json.dumps(said, ensure_ascii=False, separators=(",", ":"))
 
 
-# Tags are no words, so that `explain` takes them for no part of a path.
 Part = Annotated[
     Annotated[ResponseTextPart, Tag("type input_text")]
     | Annotated[ResponseTextPart, Tag("type output_text")]
     | Annotated[ResponseRefusalPart, Tag("type refusal")],
-    Discriminator(_type_of),
+    Discriminator(type_tag),
     BeforeValidator(only(("input_text", "output_text", "refusal"), TEXT_ALONE)),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
@@ -111,11 +151,12 @@ Item = Annotated[
     Annotated[MessageItem, Tag("type message")]
     | Annotated[FunctionCallItem, Tag("type function_call")]
     | Annotated[FunctionOutputItem, Tag("type function_call_output")]
-    | Annotated[ReasoningItem, Tag("type reasoning")],
-    Discriminator(_type_of),
+    | Annotated[ReasoningItem, Tag("type reasoning")]
+    | Annotated[OtherItem, Tag(_OTHER)],
+    Discriminator(_tag),
     BeforeValidator(
         only(
-            ("message", "function_call", "function_call_output", "reasoning"),
+            ("message", "function_call", "function_call_output", "reasoning", *_OTHER_ITEMS),
             "nothing is kept here, and functions are the only tools; send messages, reasoning, calls and outputs",
             default="message",
         )
@@ -133,7 +174,38 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-Tool = Annotated[FunctionTool, BeforeValidator(only(("function",), "give a function, and run it yourself"))]
+class OtherTool(StrictModel):
+    """A tool that is left out."""
+
+    takes_any: ClassVar[bool] = True
+
+    type: ShortText
+
+
+_RUN_IT = "give a function, and run it yourself"
+PlainTool = Annotated[
+    Annotated[FunctionTool, Tag("type function")] | Annotated[OtherTool, Tag(_OTHER)],
+    Discriminator(_tag),
+    BeforeValidator(only(("function", *_OTHER_TOOLS), _RUN_IT)),
+]
+
+
+class NamespaceTool(StrictModel):
+    """Functions under a name that they share."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Text | None = None
+    tools: Annotated[list[PlainTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("type function")]
+    | Annotated[NamespaceTool, Tag("type namespace")]
+    | Annotated[OtherTool, Tag(_OTHER)],
+    Discriminator(_tag),
+    BeforeValidator(only(("function", "namespace", *_OTHER_TOOLS), _RUN_IT)),
+]
 
 
 class NamedFunction(StrictModel):
@@ -143,7 +215,26 @@ class NamedFunction(StrictModel):
     name: FunctionName
 
 
-NamedTool = Annotated[NamedFunction, BeforeValidator(only(("function",), "name a function of tools"))]
+class AllowedTool(StrictModel):
+    """A tool that may be called; only functions have a name."""
+
+    type: ShortText
+    name: FunctionName | None = None
+
+
+class AllowedFunctions(StrictModel):
+    """`tool_choice`: the tools, of those that are given, that may be called, or have to."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+ChosenTools = Annotated[
+    Annotated[NamedFunction, Tag("type function")] | Annotated[AllowedFunctions, Tag("type allowed_tools")],
+    Discriminator(type_tag),
+    BeforeValidator(only(("function", "allowed_tools"), "name a function of tools, or allowed_tools")),
+]
 
 
 class TextFormat(StrictModel):
@@ -209,11 +300,27 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
     include: Annotated[list[Included], Field(fail_fast=True, max_length=16)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     text: ResponseTextFields | None = None
     reasoning: ReasoningFields | None = None
     metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] | None = None
+
+    @property
+    def left_out_tools(self) -> list[str]:
+        tools = [tool for one in self.tools or () for tool in (one.tools if isinstance(one, NamespaceTool) else [one])]
+        return [*dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool))]
+
+    @property
+    def functions(self) -> Iterator[tuple[str, str | None, FunctionTool]]:
+        """Yield the functions, with their paths, and the namespaces of those within one."""
+        for i, one in enumerate(self.tools or ()):
+            if isinstance(one, FunctionTool):
+                yield f"tools.{i}", None, one
+            elif isinstance(one, NamespaceTool):
+                for j, tool in enumerate(one.tools):
+                    if isinstance(tool, FunctionTool):
+                        yield f"tools.{i}.tools.{j}", one.name, tool
 
     def draft(self) -> ChatDraft:
         """The chat that this is."""
@@ -224,11 +331,15 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
             draft.add({"role": "user", "content": self.input}, "input")
         else:
             _add_items(draft, self.input)
-        for i in range(len(self.tools or ())):
-            draft.name(f"tools.{i}.function", f"tools.{i}")
+        tools = list[dict[str, Any]]()
+        for path, namespace, tool in self.functions:
+            draft.name(f"tools.{len(tools)}.function", path)
+            tools.append(_chat_tool(tool, namespace))
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
+            choice = _chat_choice(choice.name)
+        elif isinstance(choice, AllowedFunctions):
+            choice = _chat_allowed(draft, choice)
         text, reasoning = self.text or ResponseTextFields(), self.reasoning or ReasoningFields()
         wants_logprobs = bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
         draft.set(
@@ -236,7 +347,7 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
             stop=self.stop,
             logprobs=wants_logprobs or None,
             top_logprobs=self.top_logprobs,
-            tools=None if self.tools is None else [_chat_tool(tool) for tool in self.tools],
+            tools=None if self.tools is None else tools,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if text.format is None else _chat_format(text.format),
@@ -249,7 +360,7 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
 
 
 def _add_items(
-    draft: ChatDraft, items: Sequence[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem]
+    draft: ChatDraft, items: Sequence[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | OtherItem]
 ) -> None:
     """Add the messages that these items are. What a model thought, said and called in one turn is one message."""
     turn: dict[str, Any] | None = None  # the model's, which may go on
@@ -265,12 +376,15 @@ def _add_items(
                     turn = draft.add({"role": "assistant"}, origin)
                 calls = turn.setdefault("tool_calls", [])
                 draft.name(f"messages.{len(draft.messages) - 1}.tool_calls.{len(calls)}", origin)
-                function = {"name": item.name, "arguments": item.arguments}
+                function = {"name": item.chat_name, "arguments": item.arguments}
                 calls.append({"id": item.call_id, "type": "function", "function": function})
-            case MessageItem(role="assistant"):
+            case OtherItem() if item.type.endswith("_output"):
+                turn = None
+                draft.add({"role": "user", "content": item.text}, origin)
+            case OtherItem() | MessageItem(role="assistant"):
                 if turn is None or "content" in turn or "tool_calls" in turn:
                     turn = draft.add({"role": "assistant"}, origin)
-                turn["content"] = _chat_content(item.content)
+                turn["content"] = item.text if isinstance(item, OtherItem) else _chat_content(item.content)
                 draft.name(f"messages.{len(draft.messages) - 1}.content", f"{origin}.content")
             case MessageItem():
                 turn = None
@@ -289,8 +403,29 @@ def _chat_content(content: str | Sequence[ResponseTextPart | ResponseRefusalPart
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+def name_within(namespace: str | None, name: str) -> str:
+    """Return the name that a function has in the chat."""
+    return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
+
+
+def _chat_tool(tool: FunctionTool, namespace: str | None) -> dict[str, Any]:
+    function = tool.model_dump(exclude={"type"}, exclude_none=True)
+    return {"type": "function", "function": {**function, "name": name_within(namespace, tool.name)}}
+
+
+def _chat_choice(name: str | None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def _chat_allowed(draft: ChatDraft, choice: AllowedFunctions) -> dict[str, Any]:
+    """Return the chat's choice of these functions. Other tools are never called."""
+    path = "tool_choice.allowed_tools"
+    functions = [(i, tool) for i, tool in enumerate(choice.tools) if tool.type == "function"]
+    draft.name(path, "tool_choice")
+    for number, (i, _) in enumerate(functions):
+        draft.name(f"{path}.tools.{number}.function", f"tool_choice.tools.{i}")
+    allowed = {"mode": choice.mode, "tools": [_chat_choice(tool.name) for _, tool in functions]}
+    return {"type": choice.type, "allowed_tools": allowed}
 
 
 def _chat_format(form: TextFormat) -> dict[str, Any]:

@@ -8,14 +8,25 @@ an error object per wrong item would cost seconds.
 import difflib
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.openai.fields import FieldError, PromptCacheFields, ShortText, StrictModel, Text
+from twostroke.router.openai.fields import (
+    FieldError,
+    PromptCacheFields,
+    ShortText,
+    StrictModel,
+    Text,
+    explain,
+    only,
+    refusal,
+    shown,
+    type_tag,
+)
 from twostroke.router.openai.structured import StructuredFields
 from twostroke.router.openai.tools import CalledBefore, Calls, ToolFields, old_call_id
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
@@ -43,7 +54,6 @@ _INT64 = 2**63
 
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 _BadWord = Annotated[str, Field(min_length=1, max_length=64)]
-Nothing = Annotated[list[Any], Field(max_length=0)]  # what OpenAI's clients send where there is none
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -113,6 +123,11 @@ class ModelRequest(StrictModel):
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
 
     model: ShortText | None = None  # None: the only one there is
+
+    @property
+    def left_out_tools(self) -> list[str]:
+        """The types of the tools that the model is not told of."""
+        return []
 
 
 class TextFields(BaseModel):
@@ -308,30 +323,6 @@ class CompletionRequest(GenerationFields, TextFields):
         return self
 
 
-def shown(name: str) -> str:
-    """A name from outside, safe to put into an answer and a log."""
-    return "".join(char if char.isprintable() else "?" for char in name[:80])
-
-
-def only(known: Collection[str], way_out: str, *, default: str | None = None) -> Callable[[Any], Any]:
-    """A validator of objects with a `type`: raises ValueError where it is none of `known`. `default`: of those without.
-
-    The error says what is not supported and `way_out`, where pydantic would tell of all that might have been meant.
-    """
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise ValueError("must be an object")
-        kind = value.get("type", default)
-        if not isinstance(kind, str):
-            raise ValueError("must have a type, which is a string")
-        if kind not in known:
-            raise ValueError(f"the type {shown(kind)!r} is not supported: {way_out}")
-        return value
-
-    return check
-
-
 TEXT_ALONE = "this server reads and writes text alone: leave the part out, or say in words what it shows"
 
 
@@ -354,7 +345,11 @@ class RefusalPart(StrictModel):
         return self.refusal
 
 
-_Part = Annotated[TextPart | RefusalPart, BeforeValidator(only(("text", "refusal"), TEXT_ALONE))]
+_Part = Annotated[
+    Annotated[TextPart, Tag("type text")] | Annotated[RefusalPart, Tag("type refusal")],
+    Discriminator(type_tag),
+    BeforeValidator(only(("text", "refusal"), TEXT_ALONE)),
+]
 
 
 class ChatMessage(StrictModel):
@@ -366,12 +361,13 @@ class ChatMessage(StrictModel):
     tool_call_id: ShortText | None = None
     # What the official client's messages have when they are sent back as history.
     refusal: Text | None = None  # in place of content
-    annotations: Nothing | None = None
+    annotations: Any = None
     audio: None = None
     function_call: CalledBefore | None = None  # as it was before there were tools; a `function` answers it
     tool_calls: Calls | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
+    prefix: bool | None = None  # of the last message: the answer goes on from it (DeepSeek's, Mistral's)
 
     def as_template_sees(self) -> dict[str, Any]:
         """The message with its text parts joined: templates differ in whether they take parts."""
@@ -396,6 +392,8 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_
 
 class ChatRequest(ToolFields, GenerationFields):
     """POST /v1/chat/completions."""
+
+    is_budget_required: ClassVar[bool] = True  # a thinking_token_budget that can't be kept is refused
 
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -447,28 +445,6 @@ class DetokenizeRequest(ModelRequest):
     tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKEN_IDS)]
 
 
-def explain(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """The refusal of a body that pydantic found these errors in: it names the first field at fault."""
-    field = errors[0]["loc"][:1]
-    first = max((one for one in errors if one["loc"][:1] == field), key=_how_far)
-    # Unions add the tried type's name to the path: not a part of what the client sent.
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").isalnum()]
-    param = shown(".".join(path[:4])) or "body"
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ValueError):
-        param, message = getattr(cause, "param", param), str(cause)
-    elif first["type"] == "missing":
-        message = "is required"
-    return _refusal(param, message)
-
-
-def _how_far(error: Mapping[str, Any]) -> tuple[bool, int, list[int]]:
-    """Return the most helpful error of a field that may be of several types: that of the attempt that got furthest."""
-    is_of_type = not error["type"].endswith("_type")
-    return is_of_type, len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]
-
-
 class UnknownFields:
     """Names each unknown field once in the log, or, where `strict`, refuses it."""
 
@@ -482,19 +458,25 @@ class UnknownFields:
             if self._strict:
                 near = difflib.get_close_matches(str(path[-1]), known, n=1)
                 hint = f": did you mean {near[0]}?" if near else ""
-                raise _refusal(shown(".".join(map(str, path))), f"is not a known field{hint}")
-            self._name(".".join(part for part in path if isinstance(part, str)))
+                raise refusal(shown(".".join(map(str, path))), f"is not a known field{hint}")
+            # A name that is no word may be part of a prompt by mistake, and is not shown.
+            field = ".".join(part for part in path if isinstance(part, str))
+            field = field if re.fullmatch(r"[\w.-]{1,128}", field, re.ASCII) else "(not a word)"
+            self._name(field, "requests have the field %s, which is not known here: it is ignored")
+        for kind in body.left_out_tools if isinstance(body, ModelRequest) else ():
+            self._name(kind, "requests have tools of the type %s, which this server can't run: they are left out")
 
-    def _name(self, field: str) -> None:
-        """Log an unknown field once. A name that is no word may be part of a prompt by mistake, and is not shown."""
-        field = field if re.fullmatch(r"[\w.-]{1,128}", field, re.ASCII) else "(not a word)"
-        if field not in self._named and len(self._named) < MAX_NAMED:
-            self._named.add(field)
-            _log.warning("requests have the field %s, which is not known here: it is ignored", field)
+    def _name(self, name: str, message: str) -> None:
+        """Log a name once."""
+        if name not in self._named and len(self._named) < MAX_NAMED:
+            self._named.add(name)
+            _log.warning(message, name)
 
 
 def _unknown(body: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Sequence[str]]]:
     """The paths of unknown fields, each with the names that its object may have."""
+    if isinstance(body, StrictModel) and body.takes_any:
+        return
     judged = body.lacking.keys() | body.without_effect if isinstance(body, ModelRequest) else frozenset[str]()
     for name in body.model_extra or ():
         if name not in judged:
@@ -509,18 +491,15 @@ def _unknown(body: BaseModel, path: tuple[str | int, ...]) -> Iterator[tuple[tup
                 yield from _unknown(one, (*path, name, i))
 
 
-def _refusal(param: str, message: str) -> RequestError:
-    return RequestError(f"{param}: {message}", param=param)
-
-
 class ChatDraft:
     """A chat in the making, from `body`. `names` has the client's paths of the chat's fields, where they differ."""
 
-    def __init__(self, body: SamplingFields, names: Mapping[str, str]):
+    def __init__(self, body: SamplingFields, names: Mapping[str, str], kind: type[ChatRequest] = ChatRequest):
         common = body.model_dump(include={"model", *SamplingFields.model_fields}, exclude_none=True)
         self.messages: list[dict[str, Any]] = []
         self._fields = {**common, "messages": self.messages}
         self._names = dict(names)
+        self._kind = kind
 
     def add(self, message: dict[str, Any], origin: str) -> dict[str, Any]:
         """Append a message, which the client sent at the path `origin`."""
@@ -539,9 +518,9 @@ class ChatDraft:
     def chat(self) -> ChatRequest:
         """Return the chat. Raises RequestError, which `naming` has to translate."""
         try:
-            return ChatRequest.model_validate(self._fields)
+            return self._kind.model_validate(self._fields)
         except ValidationError as error:
-            raise explain(error.errors()) from None
+            raise explain(error.errors(), self._fields) from None
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -554,5 +533,6 @@ class ChatDraft:
             if inside:
                 longest = max(inside, key=len)
                 error.param = self._names[longest] + path[len(longest) :]
-                error.args = (error.param + str(error).removeprefix(path),)
+                if str(error).startswith(f"{path}:"):
+                    error.args = (error.param + str(error).removeprefix(path),)
             raise

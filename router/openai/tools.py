@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text
+from twostroke.router.openai.fields import FieldError, ShortText, StrictModel, Text, only, type_tag
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
@@ -22,7 +22,7 @@ MAX_DOCUMENTS = 256
 
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
 class FunctionSpec(StrictModel):
@@ -52,6 +52,25 @@ class NamedChoice(StrictModel):
 
     type: Literal["function"]
     function: FunctionChoice
+
+
+class AllowedTools(StrictModel):
+    """`tool_choice.allowed_tools`: the tools, of those that are given, that may be called, or have to."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of these functions."""
+        return [tool.function.name for tool in self.tools]
+
+
+class AllowedChoice(StrictModel):
+    """`tool_choice` of some functions."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class CalledBefore(StrictModel):
@@ -92,7 +111,12 @@ _SWITCHES = ("enable_thinking", "thinking")
 """Names of one template variable: Qwen, GLM and Gemma have the first, DeepSeek and Kimi the second."""
 
 Calls = Annotated[list[CallBefore], Field(fail_fast=True, max_length=MAX_CALLS)]
-ToolChoice = Literal["auto", "none", "required"] | NamedChoice
+ChosenTools = Annotated[
+    Annotated[NamedChoice, Tag("type function")] | Annotated[AllowedChoice, Tag("type allowed_tools")],
+    Discriminator(type_tag),
+    BeforeValidator(only(("function", "allowed_tools"), "name a function, or allowed_tools")),
+]
+ToolChoice = Literal["auto", "none", "required"] | ChosenTools
 
 
 class ToolFields(StrictModel):
@@ -133,6 +157,9 @@ class ToolFields(StrictModel):
     @property
     def allowed_tools(self) -> list[Tool]:
         """The tools that the model sees and may call."""
+        if isinstance(self.choice, AllowedChoice):
+            names = self.choice.allowed_tools.names
+            return [tool for tool in self.offered_tools if tool.function.name in names]
         return [] if self.choice == "none" else self.offered_tools
 
     @property
@@ -141,7 +168,8 @@ class ToolFields(StrictModel):
         if isinstance(self.choice, NamedChoice):
             name = self.choice.function.name
             return [tool for tool in self.offered_tools if tool.function.name == name]
-        return self.allowed_tools if self.choice == "required" else []
+        is_required = isinstance(self.choice, AllowedChoice) and self.choice.allowed_tools.mode == "required"
+        return self.allowed_tools if is_required or self.choice == "required" else []
 
     def path_of(self, tool: Tool) -> str:
         """Return the path at which the client has the function of one of `offered_tools`."""
@@ -185,6 +213,11 @@ class ToolFields(StrictModel):
         if isinstance(self.choice, NamedChoice) and self.choice.function.name not in names:
             path = "tool_choice.function.name" if self.function_call is None else "function_call.name"
             raise FieldError(path, f"is not the name of one of the {kind}")
+        if isinstance(self.choice, AllowedChoice):
+            for i, name in enumerate(self.choice.allowed_tools.names):
+                if name not in names:
+                    path = f"tool_choice.allowed_tools.tools.{i}.function.name"
+                    raise FieldError(path, "is not the name of one of the tools")
         if self.tool_choice == "required" and not self.tools:
             raise FieldError("tool_choice", "needs tools")
         reserved = _RESERVED.intersection(self.chat_template_kwargs or ())

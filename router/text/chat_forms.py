@@ -87,7 +87,11 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {reason}", param="messages"
             ) from error
         if len(text) > MAX_RENDERED_CHARS:
-            raise RequestError("the rendered chat is too long", param="messages", code="context_length_exceeded")
+            raise RequestError(
+                f"prompt is too long: the chat template makes over {MAX_RENDERED_CHARS} characters of these messages",
+                param="messages",
+                code="context_length_exceeded",
+            )
         return text
 
 
@@ -209,7 +213,8 @@ class ChatForms:
     @cached_property
     def _developer(self) -> str:
         """The role that developers' messages have here."""
-        return "developer" if self._shows(_of("developer", _RULE), _USER) else "system"
+        is_known = "developer" in self._template.source  # else it is shown as any role is, beside a system prompt
+        return "developer" if is_known and self._shows(_of("developer", _RULE), _USER) else "system"
 
     @cached_property
     def _shows_rules(self) -> bool:

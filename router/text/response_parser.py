@@ -11,7 +11,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +119,23 @@ class ResponseLanguage:
             return ""
         return prompt[end:]
 
-    def parser(self, prompt: str, tools: Mapping[str, Any] | None, *, is_parallel: bool = True) -> "ResponseParser":
+    def parser(
+        self,
+        prompt: str,
+        tools: Mapping[str, Any] | None,
+        *,
+        is_parallel: bool = True,
+        is_forced: bool = False,
+        trigger: str = "",
+    ) -> "ResponseParser":
         """A parser of one response to `prompt`. `tools` are JSON schemas of arguments by name; None: nothing is a call.
 
-        Without `is_parallel` the response is over with its first call.
+        Without `is_parallel` the response is over with its first call. One that `is_forced` to be calls has no content.
+        `trigger`: the text that begins all calls, where there is one.
         """
-        return ResponseParser(self, self.opened_by(prompt), tools, is_parallel=is_parallel)
+        return ResponseParser(
+            self, self.opened_by(prompt), tools, is_parallel=is_parallel, is_forced=is_forced, trigger=trigger
+        )
 
 
 def _response_template(template: Mapping[str, Any], origin: str) -> "ResponseTemplate":
@@ -183,13 +194,23 @@ class ResponseParser:
     """The response has the only call that it may have, and nothing may follow."""
 
     def __init__(
-        self, language: ResponseLanguage, opening: str, tools: Mapping[str, Any] | None, *, is_parallel: bool = True
+        self,
+        language: ResponseLanguage,
+        opening: str,
+        tools: Mapping[str, Any] | None,
+        *,
+        is_parallel: bool = True,
+        is_forced: bool = False,
+        trigger: str = "",
     ):
         self.opening = opening
         """The end of the prompt that is the response's beginning."""
         self._language = language
         self._tools = tools or {}
         self._is_parallel = is_parallel
+        self._is_forced = is_forced
+        self._trigger = trigger
+        self._has_begun_calls = False  # and nothing else has followed
         self._scanner = RegionScanner(language.regions if tools is not None else language.without_calls)
         self._pieces: deque[_PendingText] = deque()
         self._region = ""  # the region that is being written; empty: none, or content
@@ -228,10 +249,12 @@ class ResponseParser:
         """Return what `text` adds. Control tokens count as marks, and are never shown."""
         if text:
             self._follow(_PendingText(text, is_control=is_control))
-        return self._out.taken()
+        parsed = self._out.taken()
+        return replace(parsed, content="") if self._is_forced else parsed
 
-    def finish(self) -> Parsed:
-        """Return the text that was held back, at the end."""
+    def finish(self, *, is_cut: bool = False) -> Parsed:
+        """Return the text that was held back, at the end. Of an answer that `is_cut` in a call that part is dropped."""
+        is_in_call = is_cut and (self._has_begun_calls or self._holds_trigger())
         if not self.is_over:
             self._events(self._scanner.end())
         if self._ends_with_content and not self.is_over:
@@ -240,7 +263,13 @@ class ResponseParser:
         if self._all is not None and not (self._content.has_told or self._reasoning.has_told or self._num_calls):
             parsed.content = "".join(self._all)  # the format has no place for what was written
             self.num_unparsed += bool(parsed.content.strip())
-        return parsed
+        return replace(parsed, content="") if self._is_forced or is_in_call else parsed
+
+    def _holds_trigger(self) -> bool:
+        """Return whether the text that may yet become a mark begins with what surely is a part of one."""
+        held = "".join(piece.text[piece.at :] for piece in self._pieces)
+        is_trigger = bool(self._trigger) and held.startswith(self._trigger)
+        return is_trigger or any(piece.is_control for piece in self._pieces)
 
     def _follow(self, piece: _PendingText) -> None:
         if self.is_over:
@@ -284,6 +313,8 @@ class ResponseParser:
         self._region, self._groups = event.region, event.groups
         self._is_bare = self._ends_with_content = False
         self._lacks_header = self._language.has_headers and event.region != HEADERS
+        if event.region != ENDS:
+            self._has_begun_calls = event.region in (CALLS, MARKS)
         if event.region != CALLS:
             return
         self._held, self._num_held = [mark], len(mark.raw)
@@ -309,6 +340,7 @@ class ResponseParser:
         elif name and name not in (MARKS, HEADERS, ENDS):
             self.num_unparsed += self._lacks_header
             self._lacks_header = False
+            self._has_begun_calls = self._has_begun_calls and not text.shown.strip()
             self._say(text)
 
     def _close(self, name: str, mark: _Stretch) -> None:

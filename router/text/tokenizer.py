@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -43,12 +44,15 @@ class TextTokenizer:
         eos_token_ids: tuple[int, ...],
         chat_template: ChatTemplate | None,
         output_format: OutputFormat | None = None,
+        info: Mapping[str, Any] = MappingProxyType({}),
     ):
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         """Token ids below this are the model's."""
         self.eos_token_ids = eos_token_ids
         self._chat_template = chat_template
+        self.info = {**info, "chat_template": None if chat_template is None else chat_template.source}
+        """The tokenizer's settings as transformers names them, its special tokens and the chat template."""
         self.output_format = output_format
         """The format in which the model writes reasoning and tool calls, where that is known."""
         has_calls = output_format is not None and output_format.language.has_calls
@@ -105,6 +109,7 @@ class TextTokenizer:
             eos_token_ids=_eos_token_ids(folder, tokenizer, special, vocab_size),
             chat_template=template,
             output_format=form,
+            info={name: beside[TOKENIZER_CONFIG].get(name) for name in _INFO} | special,
         )
         if made._forms is not None:
             made._forms.probe()
@@ -140,9 +145,9 @@ class TextTokenizer:
         """The token ids of a few characters, at once."""
         return self._encode(word, False)
 
-    def surely_over(self, text: str, num_tokens: int) -> bool:
-        """Return whether `text` must have more than `num_tokens` tokens, without tokenising it."""
-        return len(text) > num_tokens * self._longest_token_chars
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without tokenising it."""
+        return -(-len(text) // self._longest_token_chars)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are no UTF-8 become U+FFFD, unknown ids are left out."""
@@ -326,6 +331,7 @@ def _chat_template(folder: Path, special: Mapping[str, str]) -> ChatTemplate | N
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ADDED_TOKENS = "added_tokens.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+_INFO = ("tokenizer_class", "model_max_length", "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA = ("additional_special_tokens", "extra_special_tokens")
 _DECODER = "added_tokens_decoder"

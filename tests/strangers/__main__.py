@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.strangers.cases import COMPLETION, MOST_S, Case, Response, answered, cases
+from tests.strangers.cases import COMPLETION, cases
+from tests.strangers.checks import MOST_S, Case, Response, answered
 
 PATIENCE_S = 120.0
 PLAIN_EVERY = 10

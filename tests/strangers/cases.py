@@ -7,130 +7,23 @@ make no difference: the endpoint, whether the answer is a stream, who wrote the 
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
-
-Check = Callable[["Response"], str | None]
-"""Returns the fault of a response; None where there is none."""
-
-MOST_S = 90.0  # for an answer of a few tokens: more is a request that hangs, and no busy machine
-
-
-@dataclass(frozen=True)
-class Response:
-    """The response to a request."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    took_s: float
-
-    @property
-    def json(self) -> Any:
-        """The body. Raises ValueError where it is no JSON."""
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """The error object; empty where there is none."""
-        try:
-            told = self.json
-        except ValueError:
-            return {}
-        error = told.get("error") if isinstance(told, dict) else None
-        return error if isinstance(error, dict) else {}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One request. `body` is sent as it is where it is bytes, else as JSON."""
-
-    name: str
-    path: str
-    body: Any
-    check: Check
-    headers: Mapping[str, str] = field(default_factory=dict)
-    method: str = "POST"
-
-
-# --- what is right ---
-
-
-def answered(response: Response) -> str | None:
-    """200, with an answer."""
-    return None if response.status == 200 else f"status {response.status}: {response.body[:200]!r}"
-
-
-def refused(*params: str, status: int = 400) -> Check:
-    """A 4xx that names one of these fields."""
-
-    def check(response: Response) -> str | None:
-        if response.status != status:
-            return f"status {response.status}, not {status}: {response.body[:200]!r}"
-        told = f"{response.error.get('param')} {response.error.get('message')}"
-        return None if not params or any(param in told for param in params) else f"no field named: {told}"
-
-    return check
-
-
-def no_bug(response: Response) -> str | None:
-    """Anything but a 5xx."""
-    return None if response.status < 500 else f"status {response.status}: {response.body[:200]!r}"
-
-
-def held(is_right: Callable[[str], bool]) -> Check:
-    """An answer that ends by `stop` is right; one that was cut off may be anything."""
-
-    def check(response: Response) -> str | None:
-        if problem := answered(response):
-            return problem
-        choice = response.json["choices"][0]
-        text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
-        if choice["finish_reason"] == "stop" and not is_right(text):
-            return f"ended by stop with {text!r}"
-        return None
-
-    return check
-
-
-def of_schema(schema: Any) -> Check:
-    """Check that the answer is JSON of a schema (see `held`)."""
-
-    def is_right(text: str) -> bool:
-        try:
-            jsonschema.validate(json.loads(text), schema)
-        except (ValueError, jsonschema.ValidationError):
-            return False
-        return True
-
-    return held(is_right)
-
-
-def of_schema_or_refused(schema: Any) -> Check:
-    """Check an answer of a schema (see `of_schema`); 400 is right, too, where answers can't follow it."""
-    check = of_schema(schema)
-    return lambda response: None if response.status == 400 else check(response)
-
-
-def called(name: str) -> Check:
-    """The first call is of this function, with an object as arguments, unless the answer was cut off."""
-
-    def check(response: Response) -> str | None:
-        if problem := answered(response):
-            return problem
-        choice = response.json["choices"][0]
-        if choice["finish_reason"] == "length":
-            return None
-        calls = choice["message"].get("tool_calls") or []
-        if not calls or calls[0]["function"]["name"] != name:
-            return f"no call of {name}: {choice['message']}"
-        return None if isinstance(json.loads(calls[0]["function"]["arguments"]), dict) else "arguments are no object"
-
-    return check
-
+from tests.strangers.checks import (
+    Case,
+    Check,
+    Response,
+    answered,
+    called,
+    held,
+    leaves_out,
+    no_bug,
+    of_schema,
+    of_schema_or_refused,
+    refused,
+    says,
+)
 
 # --- the requests ---
 
@@ -159,7 +52,8 @@ TEMPLATELESS = "no_chat_template"
 
 def cases() -> Iterator[Case]:
     """All of them."""
-    for group in (_numbers, _sizes, _held, _lenient, _tools, _history, _others_fields, _marks, _transport, _small):
+    groups = (_numbers, _sizes, _held, _lenient, _tools, _history, _others_fields, _marks, _transport, _small)
+    for group in (*groups, _clients, _cut_calls, _places):
         yield from group()
 
 
@@ -480,3 +374,135 @@ def _small() -> Iterator[Case]:
     )
     for path in ("/v1/models", "/health", "/ready", "/version"):
         yield Case(f"GET {path}", path, b"", answered, method="GET")
+
+
+def _text(**more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": "Name three rivers.", **more}
+
+
+_FUNCTION = {"type": "function", **TOOL["function"]}
+_ANTHROPIC = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+_ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "weather"}}]}
+_SCHEMA_FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"const": 7}}}}
+_DOCUMENT = {"type": "document", "title": "Rivers", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}
+_NAMESPACE = {"type": "namespace", "name": "mcp__a__", "description": "a", "tools": [_FUNCTION]}
+_OTHER_ITEMS = (
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "a"}},
+    {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin Patch"},
+    {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done!"},
+    {"type": "local_shell_call", "call_id": "c2", "status": "completed", "action": {"type": "exec", "command": ["ls"]}},
+)
+_LONG = "import os\n" * 40_000
+
+
+def _clients() -> Iterator[Case]:
+    """Yield what common clients send first."""
+    clear = {"type": "clear_thinking_20251015", "keep": "all"}
+    bill = _text(text="x-anthropic-billing-header: cc_version=2; cch=1;")
+    for more in (
+        {"context_management": {"edits": [clear]}},
+        {"context_management": {"edits": []}},
+        {"system": [bill, _text(cache_control={"type": "ephemeral"})]},
+        {"output_format": _SCHEMA_FORM},
+        {"output_config": {"format": _SCHEMA_FORM}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "enabled"}},
+        {"tools": [_ANTHROPIC | {"name": "n" * 128}]},
+        {"messages": [USER, {"role": "assistant", "content": []}, USER]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user", "content": [_DOCUMENT, _text()]}]},
+        {"metadata": {"user_id": "a"}, "temperature": 1, "stop_sequences": []},
+    ):
+        yield _post(f"Messages: {str(more)[:60]}", "/v1/messages", MESSAGE | more, answered)
+    left_out = (
+        {"type": "web_search"},
+        {"type": "local_shell"},
+        {"type": "custom", "name": "p"},
+        {"type": "tool_search"},
+    )
+    for tool in left_out:
+        body = RESPONSE | {"tools": [_FUNCTION, tool], "tool_choice": "auto"}
+        yield _post(f"Responses: {tool['type']}", "/v1/responses", body, leaves_out(tool["type"]))
+    history = [{"role": "user", "content": "a"}, *_OTHER_ITEMS, {"role": "user", "content": "b"}]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    for more in (
+        {"tools": [_NAMESPACE]},
+        {"input": history},
+        {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"], "store": False},
+        {"tools": [_FUNCTION], "tool_choice": "required", "text": {"format": _SCHEMA_FORM | {"name": "n"}}},
+        {"tools": [_FUNCTION], "tool_choice": allowed},
+    ):
+        yield _post(f"Responses: {str(more)[:60]}", "/v1/responses", RESPONSE | more, answered)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA_FORM["schema"]}}
+    said = {"role": "assistant", "content": "Rhine", "annotations": [{"type": "url_citation", "url_citation": {}}]}
+    for more in (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": _ALLOWED}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": _ALLOWED | {"mode": "required"}}},
+        {"messages": [USER, said, USER]},
+        {"messages": [USER, {"role": "assistant", "content": "The Rh", "prefix": True}]},
+        {"messages": [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": []}]},
+    ):
+        yield _post(f"a chat: {str(more)[:60]}", "/v1/chat/completions", CHAT | more, answered)
+    body = CHAT | {"tools": [TOOL], "tool_choice": "required", "response_format": form, "max_tokens": 200}
+    yield _post("a call beside a format", "/v1/chat/completions", body, called("weather"))
+    yield Case(
+        "models for Anthropic's", "/v1/models", b"", says("has_more", status=200), {"anthropic-version": "1"}, "GET"
+    )
+    for path in ("/v1/models/", "/tokenizer_info"):
+        yield Case(f"GET {path}", path, b"", answered, method="GET")
+
+
+def _cut_calls() -> Iterator[Case]:
+    """Yield forced calls that are cut: nothing of their marks is shown."""
+
+    def no_mark(response: Response) -> str | None:
+        if problem := answered(response):
+            return problem
+        text = response.body.decode()
+        shown = [word for word in ("tool_call>", '"content":"', '"type":"text"', '"output_text"') if word in text]
+        return f"shown: {shown}: {text[:300]}" if shown else None
+
+    for most, stream in itertools.product((1, 3, 8), (False, True)):
+        cut = {"max_tokens": most, "stream": stream}
+        chat = CHAT | {"tools": [TOOL], "tool_choice": "required", "temperature": 0} | cut
+        yield _post(f"a call cut at {most}, {stream}", "/v1/chat/completions", chat, no_mark)
+        message = MESSAGE | {"tools": [_ANTHROPIC], "tool_choice": {"type": "any"}} | cut
+        yield _post(f"a call cut at {most}, {stream}", "/v1/messages", message, no_mark)
+        response = RESPONSE | {"tools": [_FUNCTION], "tool_choice": "required"}
+        response |= {"max_output_tokens": most, "stream": stream}
+        yield _post(f"a call cut at {most}, {stream}", "/v1/responses", response, no_mark)
+
+
+def _places() -> Iterator[Case]:
+    """Yield wrong requests whose refusals say where and what."""
+    part = {"role": "user", "content": [{"type": "text", "text": 5}]}
+    named = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}}
+    image = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
+    for path, body, words in (
+        ("chat/completions", CHAT | {"messages": [part]}, ("messages.0.content.0.text: must be a string",)),
+        ("chat/completions", CHAT | {"messages": [{"role": "user", "content": 5}]}, ("a string or a list",)),
+        ("chat/completions", CHAT | {"messages": [{"role": "king"}]}, ("'system'", "'developer'", "'tool'")),
+        ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": named}, ("allowed_tools.tools.0.function",)),
+        (
+            "chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            ("type text",),
+        ),
+        ("chat/completions", CHAT | {"messages": [{"role": "user", "content": _LONG}]}, ("maximum context length is",)),
+        ("chat/completions", CHAT | {"max_tokens": 10**8}, ("context_length_exceeded", "you requested")),
+        ("completions", COMPLETION | {"prompt": _LONG}, ("This model's maximum context length is", "resulted in")),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "text"}]}]},
+            ("input.0.content.0", "input_text"),
+        ),
+        ("responses", RESPONSE | {"tools": [{"type": "file_search"}]}, ("tools.0", "'file_search' is not supported")),
+        ("responses", RESPONSE | {"input": _LONG}, ("This model's maximum context length is",)),
+        ("messages", MESSAGE | {"messages": [part]}, ("messages.0.content.0.text: must be a string",)),
+        ("messages", MESSAGE | {"messages": [{"role": "king", "content": "a"}]}, ("'user', 'assistant' or 'system'",)),
+        ("messages", MESSAGE | {"messages": [{"role": "user", "content": [image]}]}, ("messages.0.content.0.source",)),
+        ("messages", MESSAGE | {"context_management": {"edits": [{"type": "a"}]}}, ("context_management",)),
+        ("messages", MESSAGE | {"messages": [{"role": "user", "content": _LONG}]}, ("prompt is too long:", "maximum")),
+        ("messages", MESSAGE | {"max_tokens": 10**8}, ("input length and `max_tokens` exceed context limit: ",)),
+    ):
+        yield _post(f"{path}: {words[0]}", f"/v1/{path}", body, says(*words))

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from twostroke.model.step import MtpDrafts, SequenceStep
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import ContextExceeded, RequestError
 from twostroke.protocol.requests import FinishReason, GenerateRequest, Promise, SampledToken, finish_reason
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
@@ -578,22 +578,9 @@ def _check_fits(request: GenerateRequest, max_context: int, capacity: int, *, is
     num_tokens = len(request.token_ids)
     if is_prefill_only:
         most = max_context - min(1, request.max_tokens)
-        if num_tokens > most:
-            raise _too_long(
-                "prompt", f"the prompt has {num_tokens} tokens; the model's context has room for {most}, and an answer"
-            )
-        if num_tokens > capacity:
-            raise _too_long(
-                "prompt", f"the prompt has {num_tokens} tokens; this worker's whole KV cache holds {capacity}"
-            )
+        if num_tokens > min(most, capacity):
+            raise ContextExceeded("prompt", num_tokens, min(max_context, capacity))
         return
-    longest = request.num_prompt_tokens + request.max_tokens
-    wanted = f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed"
-    if longest > max_context:
-        raise _too_long("max_tokens", f"{wanted} the model's context of {max_context}")
-    if longest - 1 > capacity:  # the last token's KV is never needed
-        raise _too_long("max_tokens", f"{wanted} this worker's whole KV cache, which holds {capacity}")
-
-
-def _too_long(param: str, message: str) -> RequestError:
-    return RequestError(message, param=param, code="context_length_exceeded")
+    most = min(max_context, capacity + 1)  # the last token's KV is never needed
+    if request.num_prompt_tokens + request.max_tokens > most:
+        raise ContextExceeded("prompt", request.num_prompt_tokens, most, request.max_tokens)

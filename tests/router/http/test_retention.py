@@ -128,16 +128,16 @@ async def test_a_wrong_wish_of_openais_clients_is_refused_by_name(site, path, fi
 @pytest.mark.parametrize(
     ("fields", "beginning"),
     [
-        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control: cache_control must be"),
-        ({"cache_control": {"type": "persistent"}}, "cache_control: cache_control must be"),
-        ({"cache_control": "ephemeral"}, "cache_control: cache_control must be"),
-        ({"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}, "cache_control: cache_control must be"),
-        ({"system": [text(**mark(ttl="2h"))]}, "system.0.cache_control: cache_control must be"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl: must be '5m' or '1h'"),
+        ({"cache_control": {"type": "persistent"}}, "cache_control.type: must be 'ephemeral'"),
+        ({"cache_control": "ephemeral"}, "cache_control: must be an object"),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}, "cache_control.ttl: must be '5m' or '1h'"),
+        ({"system": [text(**mark(ttl="2h"))]}, "system.0.cache_control.ttl: must be"),
         (
             {"messages": [{"role": "user", "content": [text(**mark(ttl=5))]}]},
-            "messages.0.content.0: cache_control must",
+            "messages.0.content.0.cache_control.ttl: must be '5m' or '1h'",
         ),
-        ({"tools": [{"name": "f", "input_schema": {}, **mark(ttl="x")}]}, "tools.0.cache_control: cache_control must"),
+        ({"tools": [{"name": "f", "input_schema": {}, **mark(ttl="x")}]}, "tools.0.cache_control.ttl: must be"),
     ],
 )
 async def test_a_wrong_mark_is_refused_by_its_place(site, fields, beginning):

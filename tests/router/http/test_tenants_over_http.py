@@ -67,7 +67,8 @@ RIGHTS = {
     "a key's": [
         *(f"POST /v1/{name}" for name in ("completions", "chat/completions", "responses", "embeddings", "messages")),
         *("POST /v1/messages/count_tokens", "POST /tokenize", "POST /detokenize"),
-        *("GET /v1/models", "GET /v1/models/{name:path}", "GET /version", "GET /events"),
+        *("GET /v1/models", "GET /v1/models/", "GET /v1/models/{name:path}", "GET /tokenizer_info"),
+        *("GET /version", "GET /events"),
         *("GET /openapi.json", "GET /docs"),
     ],
     "metrics": ["GET /metrics", "GET /status"],

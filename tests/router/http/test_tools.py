@@ -128,7 +128,8 @@ async def test_functions_are_tools_by_their_old_name_and_a_call_is_told_by_it(si
         assert answered.finish_reason == "function_call"
         content, name = answered.message.content, answered.message.function_call.name
         arguments = answered.message.function_call.arguments
-    assert (content, name, json.loads(arguments)) == ("I look.", "rain", {"city": "Oslo"})
+    said = "I look." if choice == "auto" else ""  # a forced answer has no content
+    assert (content or "", name, json.loads(arguments)) == (said, "rain", {"city": "Oslo"})
     seen = site.rig["p0"].seen[0]
     prompt = speaker.decode(seen.token_ids)
     assert '"name": "rain", "description": "Whether it rains."' in prompt

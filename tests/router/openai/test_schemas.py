@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from twostroke.router.openai.fields import explain
 from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import (
@@ -13,7 +14,6 @@ from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     UnknownFields,
-    explain,
 )
 
 BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
@@ -47,10 +47,11 @@ def test_of_many_wrong_items_only_the_first_costs_an_error(model, change):
         ([], "prompt: list should have at least 1 item after validation, not 0"),
         (["a", ""], "prompt.1: string should have at least 1 character"),
         (["a", "\udfff"], "prompt.1: input should be a valid string, unable to parse raw data as a unicode string"),
-        (["a", 1], "prompt.1: input should be a valid string"),
-        ([1, 2, True], "prompt.2: input should be a valid integer"),
+        (["a", 1], "prompt.1: must be a string"),
+        ([1, 2, True], "prompt.2: must be an integer"),
         ([1, -1], "prompt.1: input should be greater than or equal to 0"),
-        ([[1], 2], "prompt.1: input should be a valid list"),
+        ([[1], 2], "prompt.1: must be a list"),
+        (5, "prompt: must be a string or a list"),
         ([[1], [1, 2**31]], "prompt.1.1: input should be less than 2147483648"),
         (["a"] * 65, "prompt: list should have at most 64 items after validation, not 65"),
         ([*[1] * MAX_TOKEN_IDS, "a"], f"prompt: list should have at most {MAX_TOKEN_IDS} items"),
@@ -60,7 +61,7 @@ def test_of_many_wrong_items_only_the_first_costs_an_error(model, change):
 def test_what_a_prompt_lacks_is_told_where_it_lacks_it(prompt, refusal):
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": prompt})
-    assert str(explain(caught.value.errors())).startswith(refusal)
+    assert str(explain(caught.value.errors(), {"prompt": prompt})).startswith(refusal)
 
 
 IMAGE_URL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -77,7 +78,7 @@ SENDS_IMAGES = [
 def test_an_image_is_refused_where_it_stands_with_a_way_to_go_on(model, body):
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
-    error = explain(caught.value.errors())
+    error = explain(caught.value.errors(), body)
     (message,) = body.get("messages") or body["input"]
     part = len(message["content"]) - 1
     kind = message["content"][part]["type"]
@@ -99,9 +100,10 @@ def test_what_would_change_the_answer_and_is_lacking_is_refused_by_name(model, n
     why, harmless = LACKING[name]
     for value in (None, *harmless):
         UnknownFields(strict=True).check(model.model_validate({**fields, name: value}))
+    body = {**fields, name: {"anything": "else"}}
     with pytest.raises(ValidationError) as caught:
-        model.model_validate({**fields, name: {"anything": "else"}})
-    refusal = explain(caught.value.errors())
+        model.model_validate(body)
+    refusal = explain(caught.value.errors(), body)
     assert (refusal.param, str(refusal)) == (name, f"{name}: is not supported: {why}")
 
 

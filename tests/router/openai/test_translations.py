@@ -11,11 +11,12 @@ from pydantic import TypeAdapter, ValidationError
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.openai.answers import ChoiceDelta, ToolCallDelta
+from twostroke.router.openai.fields import explain
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.messages import UNREAD, MessagesRequest, MessagesWriter
 from twostroke.router.openai.response_items import ResponsesWriter
 from twostroke.router.openai.responses import ResponsesRequest
-from twostroke.router.openai.schemas import UnknownFields, explain
+from twostroke.router.openai.schemas import UnknownFields
 
 USAGE = {
     "prompt_tokens": 5,
@@ -173,7 +174,7 @@ def test_a_message_is_a_chat(fields, chat):
         ({"truncation": "auto"}, "truncation", "leave out old items"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "'item_reference' is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "'input_image'"),
-        ({"tools": [FUNCTION, {"type": "web_search"}]}, "tools.1", "run it yourself"),
+        ({"tools": [FUNCTION, {"type": "file_search"}]}, "tools.1", "run it yourself"),
         ({"tools": [{**FUNCTION, "name": "no name"}]}, "tools.0.name", "pattern"),
         ({"input": [{"role": "king", "content": "a"}]}, "input.0.role", "'user'"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),
@@ -193,7 +194,7 @@ def refused(fields):
     try:
         draft = ResponsesRequest.model_validate(fields).draft()
     except ValidationError as error:
-        raise explain(error.errors()) from None
+        raise explain(error.errors(), fields) from None
     with draft.naming():
         draft.chat()
 

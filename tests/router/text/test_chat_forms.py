@@ -197,7 +197,7 @@ TEMPLATES = {name: template for name, (template, _) in FAMILIES.items()} | {
     "Phi": "{% for m in messages %}{% if m.role == 'system' %}<|system|>{{ m.content }}<|end|>{% elif m.role == 'user' %}<|user|>{{ m.content }}<|end|>{% elif m.role == 'assistant' %}<|assistant|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
     "Nemotron": "{% set rule = messages[0].content if messages[0].role == 'system' else '' %}<extra_id_0>System\n{{ rule }}\n{% for m in (messages[1:] if messages[0].role == 'system' else messages) %}{% if m.role == 'user' %}<extra_id_1>User\n{{ m.content }}\n{% elif m.role == 'assistant' %}<extra_id_1>Assistant\n{{ m.content }}\n{% endif %}{% endfor %}",
     "gpt-oss": "{% if messages[0].role in ('developer', 'system') %}<|start|>developer<|message|>{{ messages[0].content }}<|end|>{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if m.role in ('user', 'assistant') %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}",
-    "knows both": "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    "knows both": "{# the roles: system, developer, user, assistant #}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
 }  # fmt: skip
 
 
@@ -225,6 +225,16 @@ def test_rules_of_developers_and_the_system_are_not_dropped(family, messages):
         assert message["content"] in prompt, prompt
     if family == "knows both":
         assert told == messages
+
+
+def test_developers_are_the_system_for_a_template_that_does_not_name_them():
+    source = (
+        "{% for m in messages %}{% if loop.first and messages[0].role != 'system' %}<|system|>I am SmolLM.{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    template = ChatTemplate(source, origin="here", special_tokens={})
+    told, _ = ChatForms(template, with_calls(None).call, is_own=False).settled([OTHER, ASKED], None)
+    assert template.render(told).startswith("<|system|>Be kind.<|user|>")
 
 
 def test_what_the_template_takes_goes_to_it_as_it_is():

@@ -79,7 +79,7 @@ async def test_tokens_are_counted_without_a_worker(site):
     ("body", "status", "kind", "begin"),
     [
         ({**FIELDS, "max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
-        ({**FIELDS, "max_tokens": 4096}, 400, "invalid_request_error", "max_tokens: "),
+        ({**FIELDS, "max_tokens": 4096}, 400, "invalid_request_error", "input length and `max_tokens` exceed context"),
         ({**FIELDS, "model": "another"}, 404, "not_found_error", "model: "),
         (
             {**FIELDS, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
