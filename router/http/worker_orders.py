@@ -17,6 +17,8 @@ from twostroke.router.openai.fields import FieldError, StrictModel
 
 ANSWER_S = 5.0
 """Seconds in which a worker's numbers must confirm an order."""
+SETTLED_S = 0.3
+"""Seconds in which a router hears of the orders that other routers gave in the same moment."""
 LOOK_S = 0.02
 
 
@@ -55,8 +57,11 @@ async def carry_out(order: WorkerOrder, worker_id: str, service: RouterService) 
             f"no worker has the id {worker_id[:100]!r}: /status lists them", code="worker_not_found", status=404
         )
     async with service.one_order:
-        _check(order, info, service)
+        before = service.channels.stats(info.peer)
+        _check(order, service)
+        _check_last(order, info, before, service)
         await _obeyed(order, info, service)
+        await _check_again(order, info, before, service)
     rows: list[dict[str, Any]] = service.status()["workers"]
     row = next((row for row in rows if row["worker_id"] == worker_id), None)
     if row is None:
@@ -79,6 +84,28 @@ async def _obeyed(order: WorkerOrder, info: WorkerInfo, service: RouterService) 
         raise _silent(info) from None
 
 
+async def _check_again(
+    order: WorkerOrder, info: WorkerInfo, before: WorkerStats | None, service: RouterService
+) -> None:
+    """Take an order back that, with one of another router at the same moment, leaves nobody to write answers.
+
+    Raises RequestError (409) then. Both routers may take theirs back.
+    """
+    try:
+        async with asyncio.timeout(SETTLED_S):
+            while True:
+                _check_last(order, info, before, service)
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        return
+    except RequestError:
+        if order.draining:
+            service.channels.send(info.peer, Resume())
+        if order.role is not None:
+            service.channels.send(info.peer, ChangeRole((before and before.step_role) or role_of(info, before)))
+        raise
+
+
 def _silent(info: WorkerInfo) -> RequestError:
     return RequestError(
         f"worker {info.peer.worker_id} has not answered in {ANSWER_S:g} s: it is unreachable, or taken down",
@@ -87,8 +114,8 @@ def _silent(info: WorkerInfo) -> RequestError:
     )
 
 
-def _check(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None:
-    """Raises RequestError (409) for an order that would leave nobody to write answers, or that roles forbid."""
+def _check(order: WorkerOrder, service: RouterService) -> None:
+    """Raises RequestError (409) for an order that roles forbid."""
     if order.role is not None and not service.pipeline.is_flexible:
         raise RequestError(
             "role: the server's roles are fixed: set router.roles to flexible to change one",
@@ -104,6 +131,13 @@ def _check(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None
             code="autoscaler_decides",
             status=409,
         )
+
+
+def _check_last(order: WorkerOrder, info: WorkerInfo, before: WorkerStats | None, service: RouterService) -> None:
+    """Raises RequestError (409) for an order that leaves nobody to write answers.
+
+    `before` it the worker had these numbers.
+    """
     if not order.draining and order.role != "prefill":
         return
     ejected = service.pipeline.ejected()
@@ -112,7 +146,7 @@ def _check(order: WorkerOrder, info: WorkerInfo, service: RouterService) -> None
         is_decoding = stats is not None and not stats.is_draining and role_of(other, stats) == "decode"
         if other.peer != info.peer and other.peer not in ejected and is_decoding:
             return
-    if role_of(info, service.channels.stats(info.peer)) == "decode":
+    if role_of(info, before) == "decode":
         raise RequestError(
             f"worker {info.peer.worker_id} is the last that writes answers: let another one decode first "
             "(`twostroke role WORKER decode`)",

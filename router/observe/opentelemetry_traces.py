@@ -13,9 +13,11 @@ them.
 Workers tell durations, not moments: their spans are laid out from the beginning of the attempt.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -23,7 +25,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult, TraceIdRatioBased
 from opentelemetry.trace import (
     Span,
     SpanKind,
@@ -31,6 +33,7 @@ from opentelemetry.trace import (
     StatusCode,
     Tracer,
     format_trace_id,
+    get_current_span,
     set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -61,6 +64,22 @@ class TraceIds(RandomIdGenerator):
         return self.next_trace_id or super().generate_trace_id()
 
 
+class RandomShare(Sampler):
+    """Samples a share of the traces that clients began. A client may leave its trace out; by no choice of the trace's
+    id, which `TraceIdRatioBased` goes by, can it have more than the share recorded."""
+
+    def __init__(self, share: float):
+        self._share = share
+
+    def should_sample(self, parent_context: Context | None, *args: Any, **kwargs: Any) -> SamplingResult:
+        is_sampled = random.random() < self._share  # nobody gains by guessing it
+        state = get_current_span(parent_context).get_span_context().trace_state
+        return SamplingResult(Decision.RECORD_AND_SAMPLE if is_sampled else Decision.DROP, trace_state=state)
+
+    def get_description(self) -> str:
+        return f"RandomShare({self._share})"
+
+
 def resource_of(replica: str) -> Resource:
     """Return what all spans of a router tell of it; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win."""
     ours = Resource.create({"service.name": "twostroke", "service.instance.id": replica})
@@ -71,7 +90,7 @@ def exporting(endpoint: str, sample: float, *, replica: str) -> TracerProvider:
     """Sends batches of spans to an OTLP receiver, on a thread of its own."""
     provider = TracerProvider(
         resource=resource_of(replica),
-        sampler=ParentBased(TraceIdRatioBased(sample)),
+        sampler=ParentBased(TraceIdRatioBased(sample), remote_parent_sampled=RandomShare(sample)),
         id_generator=TraceIds(),
     )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

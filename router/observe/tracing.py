@@ -20,7 +20,8 @@ class TracingConfig(Section):
     `http://localhost:4318/v1/traces`. Needs the extra `tracing`, which `make serve` installs; null: there are none
     (docs/observability.md#traces)."""
     sample: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Share of the requests that is traced, where the client's own trace context does not decide."""
+    """Share of the requests that is traced. A client's trace context may leave its request out, never in beyond this
+    share."""
 
 
 def request_traces(config: TracingConfig, *, replica: str, model: str) -> "OpenTelemetryTraces | None":

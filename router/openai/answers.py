@@ -23,6 +23,8 @@ from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
+OBFUSCATED_BYTES = 256
+"""An obfuscated stream's chunks are padded to multiples of this: the text of a step's tokens mostly fits one."""
 
 
 class ErrorBody(TypedDict):
@@ -338,6 +340,7 @@ class ChoicesWriter(StreamWriter):
         self._tells_function_call = body.tells_function_call
         self._num_told = body.n or 1  # of the choices of each prompt
         self._includes_usage = body.includes_usage  # in chunks null but for the last one, as in OpenAI's
+        self._is_obfuscated = body.is_obfuscated
         self._head = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": created, "model": model}
         if service_tier is not None:
             self._head["service_tier"] = service_tier
@@ -398,6 +401,10 @@ class ChoicesWriter(StreamWriter):
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
         if usage is not None or self._includes_usage:
             chunk["usage"] = usage
+        if self._is_obfuscated:
+            chunk["obfuscation"] = ""
+            missing = -len(encode_json(chunk)) % OBFUSCATED_BYTES
+            chunk["obfuscation"] = secrets.token_hex(missing // 2 + 1)[:missing]
         return event(chunk)
 
     def _prompt(self, index: int) -> dict[str, Any]:

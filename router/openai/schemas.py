@@ -142,7 +142,7 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: with include_usage, every chunk has the usage so far
-    include_obfuscation: bool | None = None  # a newer client's; there is nothing to obfuscate here
+    include_obfuscation: bool | None = None  # every chunk gets random characters, so that its size tells little
 
 
 class SamplingFields(ModelRequest):
@@ -259,6 +259,11 @@ class GenerationFields(SamplingFields, StructuredFields, PromptCacheFields):
     def includes_usage(self) -> bool:
         """Return whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def is_obfuscated(self) -> bool:
+        """Return whether a stream's events are padded to few sizes."""
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
 
     @property
     def has_usage_in_every_chunk(self) -> bool:

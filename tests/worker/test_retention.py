@@ -54,6 +54,18 @@ async def test_a_client_beyond_its_share_evicts_no_other_clients_prompt(rig: Rig
 
 
 @of_both_roles(num_blocks=NUM_BLOCKS)
+async def test_clients_that_fill_their_shares_together_evict_no_prompt_of_one_that_keeps_little(
+    rig: Rig, role: str
+) -> None:
+    await hits(rig, a_prompt(0, b"client", 300.0))
+    for greedy in (b"first", b"second", b"third"):
+        for number in range(1, 4):
+            await hits(rig, a_prompt(100 * greedy[0] + number, greedy, 300.0, length=3 * PROMPT))
+    assert len(rig.pool._kept) == NUM_BLOCKS // 2
+    assert await hits(rig, a_prompt(0)) == PROMPT - 1
+
+
+@of_both_roles(num_blocks=NUM_BLOCKS)
 async def test_a_prompt_is_kept_for_its_time_after_its_last_use(rig: Rig, role: str) -> None:
     await hits(rig, a_prompt(0, b"client", 3.0))
     await asyncio.sleep(2.0)

@@ -4,11 +4,13 @@ A client's wish stands on a block as long as the block has references or is kept
 last reference is kept: eviction passes it over for the wish's seconds, counted from then. So each use renews the wish.
 
 Clients share a pool. One client keeps at most `CLIENT_SHARE` of its blocks, and all clients together `TOTAL_SHARE`.
-Beyond that the block that was released the longest ago is kept no more, and loses its wish.
+Beyond the first its own block that was released the longest ago is kept no more, and loses its wish. Beyond the second
+that happens to the client that keeps the most: those that keep little lose nothing to newer wishes.
 
 Users would feel the difference at a pause: without retention the traffic of others evicts a prompt that returns soon.
 
-Pure, without a clock. Each operation is O(1), and `next_to_evict` O(lengths of wishes), of which the APIs have three.
+Pure, without a clock. Each operation is O(1), O(clients) beyond `TOTAL_SHARE`, and `next_to_evict` O(lengths of
+wishes), of which the APIs have three.
 """
 
 from collections import OrderedDict
@@ -62,7 +64,8 @@ class Retention:
         if len(mine) > self._most_of_client:
             displaced = next(iter(mine))
         elif len(self.kept) > self._most:
-            displaced = next(iter(self.kept))
+            largest: OrderedDict[int, None] = max(self._by_client.values(), key=len)
+            displaced = next(iter(largest))
         else:
             return None
         self.drop(displaced)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from tests.router.conftest import PATIENCE
+from twostroke.protocol.messages import Drain
 from twostroke.router.http import worker_orders
 
 FLEXIBLE = PATIENCE.model_copy(update={"roles": "flexible"})
@@ -73,6 +74,26 @@ async def test_of_two_orders_at_once_one_leaves_somebody_who_writes(flexible_sit
         await until(lambda: is_known(site, "d0", "d1"))
         orders = [site.http.post(f"/workers/{name}", json={"draining": True}) for name in ("d0", "d1")]
         assert [answer.status_code for answer in await asyncio.gather(*orders)] == [200, 409]
+
+
+@pytest.mark.parametrize("order", [{"draining": True}, {"role": "prefill"}])
+async def test_of_two_routers_orders_at_once_none_leaves_nobody_who_writes(
+    flexible_site_of, until, monkeypatch, order
+) -> None:
+    obeyed_here = worker_orders._obeyed
+
+    async def obeyed_while_another_router_orders(own, info, service) -> None:
+        await obeyed_here(own, info, service)
+        (other,) = [one.peer for one in service.fleet.workers() if one.peer != info.peer]
+        service.channels.send(other, Drain(is_ordered=True))
+
+    monkeypatch.setattr(worker_orders, "_obeyed", obeyed_while_another_router_orders)
+    async with flexible_site_of(0, 2) as site:
+        await until(lambda: is_known(site, "d0", "d1"))
+        assert await refused(site, "d0", **order) == (409, "last_decode_worker")
+        peer = next(info.peer for info in site.service.fleet.workers() if info.peer.worker_id == "d0")
+        await until(lambda: not site.service.channels.stats(peer).is_draining)
+        await until(lambda: site.service.channels.stats(peer).step_role != "prefill")
 
 
 async def test_flexible_workers_serve_though_no_decode_worker_is_left(flexible_site_of, until) -> None:

@@ -9,8 +9,10 @@ from fastapi.routing import APIRoute
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace import StatusCode, format_trace_id
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tests.rigs.otlp import receiving_spans
 from tests.router.routing.knowing import info
@@ -18,7 +20,13 @@ from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.router.fleet import Path
 from twostroke.router.http.app import keyed, resources
 from twostroke.router.observe.access_log import HttpExchange
-from twostroke.router.observe.opentelemetry_traces import OPERATIONS, OpenTelemetryTraces, TraceIds, resource_of
+from twostroke.router.observe.opentelemetry_traces import (
+    OPERATIONS,
+    OpenTelemetryTraces,
+    TraceIds,
+    exporting,
+    resource_of,
+)
 from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.observe.tracing import TracingConfig, request_traces
 
@@ -265,6 +273,14 @@ def test_a_variable_of_opentelemetrys_that_cannot_be_meant_is_told_in_words(monk
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=r"^router\.tracing: an environment variable OTEL_\* can't be meant: "):
         request_traces(TracingConfig(endpoint="http://localhost:4318/v1/traces"), replica="r", model="m")
+
+
+def test_a_client_has_no_more_of_its_requests_traced_than_the_share():
+    sampler = exporting("http://localhost:4318/v1/traces", 0.25, replica="r").sampler
+    for flag, most, least in (("01", 350, 150), ("00", 0, 0)):  # the smallest ids are those that a ratio always takes
+        parent = TraceContextTextMapPropagator().extract({"traceparent": f"00-{1:032x}-{1:016x}-{flag}"})
+        decided = [sampler.should_sample(parent, 1, "a request").decision for _ in range(1000)]
+        assert least <= decided.count(Decision.RECORD_AND_SAMPLE) <= most
 
 
 @pytest.mark.parametrize(("sample", "num_spans"), [(1.0, 1), (0.0, 0)])
