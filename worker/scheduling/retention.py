@@ -64,8 +64,8 @@ class Retention:
         if len(mine) > self._most_of_client:
             displaced = next(iter(mine))
         elif len(self.kept) > self._most:
-            largest: OrderedDict[int, None] = max(self._by_client.values(), key=len)
-            displaced = next(iter(largest))
+            _, largest = max((len(blocks), client) for client, blocks in self._by_client.items())
+            displaced = next(iter(self._by_client[largest]))
         else:
             return None
         self.drop(displaced)

@@ -118,13 +118,16 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def keep(self, kept: Kept) -> None:
         """Keep a block in the model, within the shares."""
         self.kept.append(kept)
-        for share, blocks in (
-            (CLIENT_SHARE, [one for one in self.kept if one.client == kept.client]),
-            (TOTAL_SHARE, self.kept),
+        by_client = Counter(one.client for one in self.kept)
+        largest = max(by_client, key=lambda client: (by_client[client], client))
+        for share, num_blocks, client in (
+            (CLIENT_SHARE, by_client[kept.client], kept.client),
+            (TOTAL_SHARE, len(self.kept), largest),
         ):
-            if len(blocks) > share * self.NUM_BLOCKS:
-                self.released.append((blocks[0].block, self.now))
-                self.kept.remove(blocks[0])
+            if num_blocks > share * self.NUM_BLOCKS:
+                first = next(one for one in self.kept if one.client == client)
+                self.released.append((first.block, self.now))
+                self.kept.remove(first)
                 return
 
     def may_evict(self) -> list[int]:
