@@ -459,7 +459,9 @@ def _cut_calls() -> Iterator[Case]:
         if problem := answered(response):
             return problem
         text = response.body.decode()
-        shown = [word for word in ("tool_call>", '"content":"', '"type":"text"', '"output_text"') if word in text]
+        shown = [
+            word for word in ("tool_call>", '"content":"', '"type":"text","text"', '"output_text"') if word in text
+        ]
         return f"shown: {shown}: {text[:300]}" if shown else None
 
     for most, stream in itertools.product((1, 3, 8), (False, True)):
