@@ -266,6 +266,40 @@ class Injector:
         end = time.monotonic()
         return Injected("kill router", "load", begin, end, f"pid {victim} gone") if gone else None
 
+    async def stop_router(self) -> Injected | None:
+        """SIGSTOP and, after some seconds, SIGCONT. Proof: as for `stop`."""
+        routers = self._server.routers()
+        if len(routers) < REPLICAS:
+            return None
+        async with self._silence:
+            victim, seconds = self._draw.choice(routers), self._draw.choice(SILENCES_S[:4])
+            begin = time.monotonic()
+            os.kill(victim, signal.SIGSTOP)
+            try:
+                stopped = await comes(lambda: process_state(victim) == "T", within_s=1.0)
+                await asyncio.sleep(seconds)
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # something else has ended it
+                    os.kill(victim, signal.SIGCONT)
+            woken = await comes(lambda: process_state(victim) not in ("T", ""), within_s=1.0)
+        if not (stopped and woken):
+            return None
+        return Injected("stop router", "stop", begin, time.monotonic(), f"pid {victim} stopped for {seconds:g} s")
+
+    async def kill_controller(self) -> Injected | None:
+        """kill -9 of Serve's controller. Proof: no such process is left, and another one is there. Streams go on."""
+        async with self._deaths:  # nobody replaces a worker meanwhile
+            controllers = self._server.controllers()
+            if len(controllers) != 1:
+                return None
+            begin = time.monotonic()
+            os.kill(controllers[0], signal.SIGKILL)
+            gone = await comes(lambda: process_state(controllers[0]) == "", within_s=5.0)
+            if not await comes(lambda: bool(set(self._server.controllers()) - set(controllers)), BACK_MOST_S):
+                raise NotBack(f"no controller within {BACK_MOST_S:g} s after it was killed")
+            end = time.monotonic()
+        return Injected("kill controller", "network", begin, end, f"pid {controllers[0]} gone") if gone else None
+
     async def harm_tier(self, what: str) -> Injected | None:
         """Change an object of a tier as a bad disk does, or another program. Proof: the file is another one."""
         begin = time.monotonic()
@@ -435,6 +469,8 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
         (2, injector.read_nothing),
         (2, injector.revoke_key),
         (1, injector.kill_router),
+        (1, injector.stop_router),
+        (1, injector.kill_controller),
         *((2, functools.partial(injector.harm_tier, what)) for what in ("flip", "truncate", "swap", "delete")),
     ]
 

@@ -150,6 +150,10 @@ class ServerUnderChaos:
         """Their process ids."""
         return processes_named("ServeReplica:twostroke:Router", descendants())
 
+    def controllers(self) -> list[int]:
+        """The process ids of Serve's controllers, of which there is one."""
+        return processes_named("ServeController", descendants())
+
     def _begin(self, order: ServerOrder) -> "subprocess.Popen[bytes]":
         self._output = self._log.open("wb")
         self._process = subprocess.Popen(

@@ -203,9 +203,11 @@ def test_strangers_reach_no_port_of_rays_pods_but_those_that_ask_for_a_key_or_on
         labels = templates(overlay)[name]["metadata"]["labels"]
         assert label.items() <= labels.items()
         ports = {port["name"]: port["containerPort"] for port in container(templates(overlay)[name])["ports"]}
-    among, anybody, operator = of_rays["ingress"]
+    among, anybody, prometheus, operator = of_rays["ingress"]
     assert among == {"from": [{"podSelector": {"matchLabels": label}}]}
-    assert anybody == {"ports": [{"port": ports["serve"]}, {"port": ports["metrics"]}]}
+    assert anybody == {"ports": [{"port": ports["serve"]}]}
+    assert prometheus["ports"] == [{"port": ports["metrics"]}]
+    assert prometheus["from"][0]["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}
     assert operator["ports"] == [{"port": 8265}]
     for one in of_kind(overlay, "Deployment"):  # KubeRay's head asks Redis, and nobody else
         if "redis" in one["metadata"]["name"]:
@@ -214,6 +216,17 @@ def test_strangers_reach_no_port_of_rays_pods_but_those_that_ask_for_a_key_or_on
             assert asking["podSelector"]["matchLabels"] == label
             (kinds,) = asking["podSelector"]["matchExpressions"]
             assert (kinds["key"], kinds["values"]) == ("ray.io/node-type", ["head", "redis-cleanup"])
+
+
+@every_overlay
+def test_rays_pods_reach_each_other_names_and_tls_and_no_instance_metadata(overlay: str) -> None:
+    policy = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "NetworkPolicy")}["twostroke"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    among, *others = policy["egress"]
+    assert among == {"to": [{"podSelector": policy["podSelector"]}]}
+    anywhere = {port["port"] for rule in others if "to" not in rule for port in rule["ports"]}
+    assert anywhere == {53, 443, 6443}, "80 is that of clouds' instance metadata"
+    assert all(rule["ports"] for rule in others)
 
 
 # --- GPUs ---

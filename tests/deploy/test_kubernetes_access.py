@@ -77,6 +77,20 @@ def test_no_container_gains_rights_and_nor_does_the_autoscalers_that_kuberay_mak
         assert pod["securityContext"]["runAsNonRoot"] is True, name
 
 
+@every_overlay
+def test_containers_write_into_volumes_alone(overlay: str) -> None:
+    for name, one in containers(overlay):
+        assert one["securityContext"]["readOnlyRootFilesystem"] is True, name
+    for name, pod in pods(overlay):
+        for one in pod["containers"]:
+            mounted = {mount["mountPath"] for mount in one.get("volumeMounts", ()) if not mount.get("readOnly")}
+            if one["name"].startswith("ray-"):  # the image's TRITON_CACHE_DIR and home, and Ray's folder
+                assert mounted >= {"/tmp", "/home/twostroke", "/var/cache/twostroke"}, name
+            assert {mount["name"] for mount in one.get("volumeMounts", ())} <= {
+                volume["name"] for volume in pod["volumes"]
+            }, name
+
+
 # --- TLS ---
 
 ENDS_TLS = tuple(

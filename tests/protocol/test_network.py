@@ -44,6 +44,16 @@ async def test_messages_arrive_in_order_both_ways():
         assert [await client.receive() for _ in range(100)] == [Refuse(str(n)) for n in range(100)]
 
 
+async def test_a_name_server_that_does_not_answer_keeps_no_processes_apart(monkeypatch: pytest.MonkeyPatch):
+    def ask_nobody(*_: object, **__: object) -> None:
+        raise AssertionError("a name is looked up")  # in a thread, of which a loop has few, for as long as that takes
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask_nobody)
+    async with connected_pair() as (client, server):
+        client.send(Cancel("a"))
+        assert await server.receive() == Cancel("a")
+
+
 async def test_a_closed_peer_is_a_lost_connection():
     async with connected_pair() as (client, server):
         await server.close()
