@@ -401,6 +401,8 @@ class ReceiverConnection:
                 case Abort(transfer_id=transfer_id, reason=reason):
                     if (lane := self.lanes.get(transfer_id)) is not None:
                         lane.peer_aborted(f"the source gave up: {reason}")
+                        # The source keeps its blocks until then: bytes of others would pass for damage.
+                        self.post(Abort(transfer_id, "the target has heard it"))
                     else:
                         self._receiver.declined(self, transfer_id, f"the source gave up: {reason}")
                 case _:
@@ -489,8 +491,8 @@ class ReceiverConnection:
             seal = chunk_seal(chunk, self.source, self._receiver.peer)
             is_intact = await patience.wait(link.receive(segments, seal), "receiving a chunk")
             self._receiver.stats.bytes += chunk.num_bytes
-            self._receiver.stats.digest_failures += not is_intact
-            if lane.takes_chunks and not is_intact:
+            if lane.takes_chunks and not is_intact:  # else the source may have given the blocks to others
+                self._receiver.stats.digest_failures += 1
                 self.post(Refuse(_DAMAGED))  # before the lane's Abort: or the source begins another transfer here
             verified = lane.end_chunk(chunk, is_intact=is_intact)
             if verified is not None:

@@ -331,10 +331,13 @@ class SenderConnection:
                 if (lane := self._lanes.get(transfer_id)) is not None:
                     lane.awaited()
             case Grant() | Verified():
-                # An answer that crosses our abort of a lane is no fault.
                 lane = self._lanes.get(message.transfer_id)
-                if lane is not None and lane.state is not SenderState.ABORTING:
+                if lane is None:
+                    return
+                if lane.state is not SenderState.ABORTING:
                     self._answer(lane, message)
+                elif isinstance(message, Verified):  # which crosses our abort of the lane, and is no fault
+                    lane.peer_aborted("the target has everything already")
             case Abort(transfer_id=transfer_id, reason=reason):
                 if (lane := self._lanes.get(transfer_id)) is not None:
                     lane.peer_aborted(f"the target gave up: {reason}")

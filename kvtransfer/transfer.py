@@ -163,8 +163,13 @@ class LaneTransfer(Generic[S]):
 
     def _end_one(self) -> None:
         self._num_under_way -= 1
-        if self._num_under_way == 0 and not self.ended:
+        if self._num_under_way == 0 and not self.ended and not self._is_awaited:
             self._apply(TransferEvent.CHUNK_END)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """True while the lane is given up, and the peer may still touch the blocks."""
+        return False
 
     def _late(self) -> str:
         """Return why a lane ends whose deadline has passed."""
@@ -292,7 +297,7 @@ class OutgoingLane(LaneTransfer[SenderState]):
     """The sending end of a lane: the next chunk, and the commit.
 
     Its deadline runs until the peer has granted, or answered that its request waits for room, and again until the peer
-    has verified. While the prompt is computed, the peer's deadline runs.
+    has verified, or has heard that the lane is given up. While the prompt is computed, the peer's deadline runs.
     """
 
     transfer: OutgoingTransfer
@@ -304,6 +309,7 @@ class OutgoingLane(LaneTransfer[SenderState]):
         self._carrier = carrier
         self._is_committed = False  # by the worker
         self._first_token: SampledToken | None = None
+        self._peer_may_read = False  # chunks that were sent
 
     # --- the transfer's calls ---
 
@@ -356,6 +362,7 @@ class OutgoingLane(LaneTransfer[SenderState]):
             return None
         runs = self._plan.next_runs(max_units)
         self._begin_one()
+        self._peer_may_read = True
         self.num_chunks += 1
         num_bytes = sum(run.num_units for run in runs) * self._cut.unit_bytes
         return Chunk(self.ticket.transfer_id, self.num_chunks - 1, runs, num_bytes)
@@ -377,6 +384,28 @@ class OutgoingLane(LaneTransfer[SenderState]):
     def verified(self) -> None:
         """End the lane: the peer has everything. Raises IllegalTransition before the commit."""
         self._apply(TransferEvent.VERIFIED)
+
+    def peer_aborted(self, reason: str) -> None:
+        """End the lane, which the peer has given up, or whose end it has heard of: it does not mind the blocks now."""
+        self._peer_may_read = False
+        super().peer_aborted(reason)
+
+    @property
+    def _is_awaited(self) -> bool:
+        return self.state is SenderState.ABORTING and self._peer_may_read
+
+    def _expire(self) -> None:
+        if self.state is SenderState.ABORTING:  # the peer has had its time to answer
+            self._peer_may_read = False
+        super()._expire()
+
+    def _end(self, event: TransferEvent, reason: str, *, tell_peer: bool) -> None:
+        super()._end(event, reason, tell_peer=tell_peer)
+        if self.state is SenderState.ABORTING:
+            if not self._deadline.runs:
+                self._deadline.restart(self._expire)
+            if not (self._num_under_way or self._is_awaited):
+                self._apply(TransferEvent.CHUNK_END)
 
     def _late(self) -> str:
         waited_for = "verify" if self.state in (SenderState.COMMITTED, SenderState.FINISHING) else "grant"

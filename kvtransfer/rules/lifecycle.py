@@ -27,13 +27,14 @@ class SenderState(Enum):
                                       v   |      COMMIT          |      VERIFIED       |
                                      SENDING ------------> FINISHING ----------> RELEASING
 
-      ABORT      any state but RELEASING and RELEASED -> ABORTED; from SENDING and FINISHING by way of ABORTING
+      ABORT      any state but RELEASING and RELEASED -> ABORTED; from GRANTED on by way of ABORTING
       PEER_LOST  any state but RELEASING and RELEASED -> ABORTED; RELEASING -> RELEASED
 
     In the lower row and in ABORTING a chunk's bytes are being read from the blocks. CHUNK_BEGIN is the first chunk
-    under way, CHUNK_END the last; the lane counts those between. An ABORT waits for the chunks under way. PEER_LOST is
-    reported only after the link is closed, so nothing is under way then. Blocks may be freed in RELEASED and ABORTED
-    alone. RELEASING means that the peer's answer arrived before the call that sends a chunk returned.
+    under way, CHUNK_END the last; the lane counts those between. An ABORT waits for the chunks under way, and for the
+    peer's answer where chunks were sent: it may be reading the blocks itself, and would take other bytes for damage.
+    PEER_LOST is reported only after the link is closed, so nothing is under way then. Blocks may be freed in RELEASED
+    and ABORTED alone. RELEASING means that the peer's answer arrived before the call that sends a chunk returned.
     """
 
     OFFERING = "offering"  # opened; the offer is not out yet
@@ -43,7 +44,7 @@ class SenderState(Enum):
     COMMITTED = "committed"
     FINISHING = "finishing"  # committed, and a chunk's bytes are being read
     RELEASING = "releasing"  # verified by the peer, but a call that reads the blocks has not returned
-    ABORTING = "aborting"  # given up, but a chunk's bytes are still being read
+    ABORTING = "aborting"  # given up, but a chunk's bytes are still being read, or the peer has not answered
     RELEASED = "released"  # verified by the peer
     ABORTED = "aborted"
 
@@ -112,7 +113,10 @@ def _table() -> dict[tuple[Any, TransferEvent], Any]:
         (receiver.GRANTED, event.COMMIT): receiver.VERIFIED,
         (receiver.ABORTING, event.CHUNK_END): receiver.ABORTED,
     }
-    under_way = {sender.SENDING, sender.FINISHING, sender.ABORTING, receiver.RECEIVING, receiver.ABORTING}
+    under_way = {
+        *(sender.GRANTED, sender.SENDING, sender.COMMITTED, sender.FINISHING, sender.ABORTING),
+        *(receiver.RECEIVING, receiver.ABORTING),
+    }
     for at in (*sender, *receiver):
         of = type(at)
         table[at, event.ABORT] = of.ABORTING if at in under_way else of.ABORTED

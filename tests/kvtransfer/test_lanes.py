@@ -130,9 +130,49 @@ def test_a_target_that_says_too_late_that_its_request_waits_for_room_has_not_all
         await asyncio.sleep(3)
         assert ends.failures == ["the target did not verify in time"]
         lane.awaited()
+        assert lane.state is SenderState.ABORTING, "it may still be reading"
+        await asyncio.sleep(2)
         assert lane.state is SenderState.ABORTED
 
     run_virtually(script())
+
+
+def test_a_given_up_senders_blocks_are_free_once_the_target_has_answered_or_had_its_time() -> None:
+    async def script() -> None:
+        for answers in (True, False):
+            ends = Ends()
+            lane = await outgoing(ends, progress_s=2)
+            begin(lane)
+            lane.end_chunk()
+            lane.abort("the client left")
+            assert (lane.state, ends.num_ends) == (SenderState.ABORTING, 0)
+            if answers:
+                lane.peer_aborted("heard")
+            await asyncio.sleep(0 if answers else 1)
+            assert lane.ended == answers
+            await asyncio.sleep(2)
+            assert lane.state is SenderState.ABORTED
+            assert (ends.told, ends.failures, ends.num_ends) == (["the client left"], ["the client left"], 1)
+
+    run_virtually(script())
+
+
+async def test_a_given_up_senders_blocks_are_free_at_once_where_no_chunk_was_sent() -> None:
+    ends = Ends()
+    lane = await outgoing(ends)
+    lane.abort("the client left")
+    assert (lane.state, ends.num_ends) == (SenderState.ABORTED, 1)
+
+
+async def test_the_targets_answer_does_not_end_a_call_that_reads_the_blocks() -> None:
+    ends = Ends()
+    lane = await outgoing(ends)
+    begin(lane)
+    lane.abort("the client left")
+    lane.peer_aborted("heard")
+    assert (lane.state, ends.num_ends) == (SenderState.ABORTING, 0)
+    lane.end_chunk()
+    assert (lane.state, ends.num_ends) == (SenderState.ABORTED, 1)
 
 
 def chunks() -> list[Chunk]:

@@ -27,9 +27,9 @@ SENDER = """
             OFFER    GRANT    CHUNK_BEGIN  CHUNK_END  COMMIT     VERIFIED   ABORT      PEER_LOST
 OFFERING    OFFERED  -        -            -          -          -          ABORTED    ABORTED
 OFFERED     -        GRANTED  -            -          -          -          ABORTED    ABORTED
-GRANTED     -        -        SENDING      -          COMMITTED  -          ABORTED    ABORTED
+GRANTED     -        -        SENDING      -          COMMITTED  -          ABORTING   ABORTED
 SENDING     -        -        -            GRANTED    FINISHING  -          ABORTING   ABORTED
-COMMITTED   -        -        -            -          -          RELEASED   ABORTED    ABORTED
+COMMITTED   -        -        -            -          -          RELEASED   ABORTING   ABORTED
 FINISHING   -        -        -            COMMITTED  -          RELEASING  ABORTING   ABORTED
 RELEASING   -        -        -            RELEASED   -          -          RELEASING  RELEASED
 ABORTING    -        -        -            ABORTED    -          -          ABORTING   ABORTED

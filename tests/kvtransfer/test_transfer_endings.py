@@ -94,6 +94,30 @@ async def test_the_target_may_cancel_in_every_state(state: SenderState) -> None:
         await assert_a_transfer_works(pair)
 
 
+@pytest.mark.parametrize("state", [SenderState.GRANTED, SenderState.COMMITTED])
+async def test_a_source_keeps_its_blocks_until_the_target_that_reads_them_has_heard_of_its_abort(
+    state: SenderState,
+) -> None:
+    """Else what it reads of the blocks' next request would pass for damage, and the link would be given up."""
+    async with faulty_pair("shm") as (pair, _, target):
+        target.gate.shut()
+        out, incoming = begin(pair)
+        finish(out, commits=state is SenderState.COMMITTED)
+        await target.gate.entered.wait()  # it is about to read
+        await get_to(out, state)
+        lane = incoming.lanes[0]
+        out.abort("the client left")
+        assert not out.ended
+        await fails(out.done(), match="the client left")
+        assert not lane.takes_chunks
+        pair.source.fill(9)  # somebody else's now
+        target.gate.open.set()
+        await fails(incoming.verified(), match="the client left")
+        await assert_a_transfer_works(pair)
+        assert (target.num_links, pair.sender.stats.links_lost) == (1, 0)
+        assert pair.receiver.stats.digest_failures == 0
+
+
 async def test_the_offer_of_a_cancelled_transfer_is_refused_when_it_arrives() -> None:
     async with make_pair() as pair:
         ticket = pair.ticket()

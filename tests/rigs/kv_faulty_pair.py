@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from tests.rigs.delegate import with_links
+from tests.rigs.kv_links import SharedBytesStore
 from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
@@ -129,7 +130,8 @@ async def faulty_pair(
     transport: str | Sequence[str] = "tcp", config: TransferConfig = FAST
 ) -> AsyncIterator[tuple[Pair, FaultyTransport, FaultyTransport]]:
     """A pair, with the transports of sender and receiver."""
-    source, target = BytesStore(), BytesStore()
+    store = SharedBytesStore if transport == "shm" else BytesStore
+    source, target = store(), store()
     source.fill(1)
     made: list[FaultyTransport] = []
 
