@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from tests.integration.local_fleet import SECRET, Served, Shape, serve
+from tests.rigs.processes import comes
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint
 from twostroke.protocol.errors import WorkerLost
@@ -152,6 +153,21 @@ async def test_a_decode_worker_that_dies_in_mid_object_changes_no_token(undistur
 @pytest.mark.parametrize("swap_bytes", [0, 2**26], ids=["recomputed", "swapped"])
 async def test_requests_that_give_way_get_the_same_tokens(swap_bytes: int, undisturbed: list[dict[str, Any]]) -> None:
     async with site(num_blocks=16, block_size=16, swap_bytes=swap_bytes, decode={"watermark": 0.0}) as here:
+        decode_worker = here.served.fleet.worker("decode")
+        step, are_together = decode_worker._deps.engine.step, asyncio.Event()
+
+        def has_all() -> bool:
+            stats = here.served.fleet.stats("decode")
+            return stats.num_running + stats.num_waiting == 6
+
+        async def steps_once_all_are_there(*args: Any) -> Any:
+            """Hold the first step until all six are there: else quick ones end before slow ones need room."""
+            if not are_together.is_set():
+                assert await comes(has_all, 60.0)
+                are_together.set()
+            return await step(*args)
+
+        decode_worker._deps.engine.step = steps_once_all_are_there  # type: ignore[method-assign]
         answers = await of_persons(here, 6)
         assert here.served.fleet.stats("decode").preemptions > 0
         assert answers == undisturbed

@@ -51,8 +51,13 @@ def locust(*arguments: object, cwd: Path = ROOT) -> Iterator[subprocess.Popen[st
         yield process
     finally:
         if process.poll() is None:
-            os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=LIMIT_S)
+            os.kill(process.pid, signal.SIGTERM)  # SIGINT is ignored by what a script started in the background
+        try:
+            process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
 
 
 def run(*arguments: object, cwd: Path = ROOT) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
-from tests.deploy.programs import find
+from tests.deploy.programs import environment, needed
 
 QUIET = (
     "--no-sandbox",
@@ -24,11 +24,11 @@ QUIET = (
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def chromium() -> AsyncIterator[Browser]:
     """One for all tests, each of which opens windows of its own, with nothing remembered."""
-    path = find("chromium")
-    if path is None:
-        pytest.skip("chromium is not on this machine; `apt-get install chromium` brings it")
+    path = needed("chromium")
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=path, headless=True, args=list(QUIET))
+        browser = await playwright.chromium.launch(
+            executable_path=path, headless=True, args=list(QUIET), env=environment()
+        )
         yield browser
         await browser.close()
 
