@@ -219,7 +219,7 @@ def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:
         return f"vLLM's {flag}: {OF_BENCH_SERVE[name]}"
     if is_serve and (theirs := get_close_matches(flag, known_flags() - own, n=1, cutoff=0.85)):
         return flag_hint(theirs[0], own)
-    near = get_close_matches(flag, own, n=1)
+    near = get_close_matches(flag, own, n=1, cutoff=0.75)  # --replicas is no misspelt --revision
     return f"did you mean {near[0]}?" if near else None
 
 

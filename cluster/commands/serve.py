@@ -21,9 +21,10 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from twostroke.cluster.config.checking import faults_in
 from twostroke.cluster.config.config import check_keys, keys_of, lay_over, read_config
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
-from twostroke.cluster.config.reading import load_yaml
+from twostroke.cluster.config.reading import load_yaml_and_text
 from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
 from twostroke.cluster.config.vllm_names import SAME, tiers_of_connector
 from twostroke.cluster.deployments.haproxy import haproxy_binary
@@ -224,8 +225,11 @@ def merged_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
     Where neither says anything, the model is the one that shows most: INSTRUCT_MODEL, if it is installed.
     """
-    raw = load_yaml(arguments.config) if arguments.config is not None else {}
-    read_config(raw)  # so that what is wrong in the file is told as the file's
+    raw: dict[str, Any] = {}
+    if arguments.config is not None:
+        raw, text_of_file = load_yaml_and_text(arguments.config)
+        if faults := faults_in(raw, text_of_file, arguments.config):
+            raise ConfigError("\n".join(f"{arguments.config}:{fault.line}: {fault.text}" for fault in faults))
     path, name = arguments.model, arguments.served_model_name
     if (
         path is None

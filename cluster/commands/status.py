@@ -192,7 +192,7 @@ def whole_view(
 def headline(status: Numbers) -> Text:
     """The model, whether it is served, and which workers are not called."""
     state = "ready" if status["ready"] else "not ready"
-    lines = [f"{status['model']} — {state}, {status['places_held']} places held"]
+    lines = [f"{status['model']} — {state}, {status['places_held']} choices in flight"]
     for role, names in status.get("other_versions", {}).items():
         lines.append(f"left out, of another version than the router: {len(names)} {role} ({', '.join(names)})")
     return Text("\n".join(lines))

@@ -18,6 +18,10 @@ _PATH = re.compile(r"[\w.-]+(?:\[\d+\][\w.-]*)*(?=: )")
 _PART = re.compile(r"\[(\d+)\]|([\w-]+)")
 
 
+_RAY_CLUSTER = {"cluster_name", "provider"}
+"""Keys that a file for `ray up` must have."""
+
+
 class ConfigFault(NamedTuple):
     """An error of a configuration file, with its line."""
 
@@ -30,15 +34,23 @@ def faults_of(path: Path) -> list[ConfigFault]:
     under `args`. Settings are checked together only where each is right alone. Raises ConfigError for a file that
     cannot be read, is not YAML, or is Serve's and has no `args`."""
     raw, text_of_file = load_yaml_and_text(path)
-    root = yaml.compose(text_of_file, yaml.SafeLoader)
     if "applications" not in raw:
-        return [ConfigFault(_line_of(root, text), text) for text in _faults(raw)]
+        return faults_in(raw, text_of_file, path)
+    root = yaml.compose(text_of_file, yaml.SafeLoader)
     applications = raw["applications"] if isinstance(raw["applications"], list) else []
     found = [(i, one["args"]) for i, one in enumerate(applications) if isinstance(one, dict) and one.get("args")]
     if not found:
         raise ConfigError(f"{path}: no application has `args`, under which the configuration stands")
     texts = [f"applications[{i}].args.{text}" for i, args in found for text in _faults(args)]
     return [ConfigFault(_line_of(root, text), text) for text in texts]
+
+
+def faults_in(raw: dict[str, Any], text_of_file: str, path: Path) -> list[ConfigFault]:
+    """Return all errors of settings as a file at `path` has them. Raises ConfigError for a file of another program."""
+    if raw.keys() >= _RAY_CLUSTER:
+        raise ConfigError(f"{path}: describes a cluster for `ray up`; settings are in the file for `serve deploy`")
+    root = yaml.compose(text_of_file, yaml.SafeLoader)
+    return sorted(ConfigFault(_line_of(root, text), text) for text in _faults(raw))
 
 
 def _faults(raw: Any) -> Iterator[str]:

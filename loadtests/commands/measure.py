@@ -88,6 +88,9 @@ def run_run(arguments: Namespace) -> int:
             raise
         lost = str(error)
         print(f"the run is lost: {lost}", file=sys.stderr)
+    if interrupted and not folder.facts_path.exists():
+        print("interrupted before the run began: nothing was measured", file=sys.stderr)
+        return INTERRUPTED_EXIT
     figures = report_on(folder.path)
     summary = read_summary(folder.path)
     checks = checks_of_run(summary, arguments.require)

@@ -19,7 +19,7 @@ from twostroke.loadtests.commands.arguments import plan_of, with_slo_multiple
 from twostroke.loadtests.plan import SLO, Closed, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Counts, Spread, Summary, Validity, summarise
-from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.run_folder import RunFolder, make_folder, write_json
 
 
 def parsed(add_arguments: Callable[[argparse.ArgumentParser], None], *arguments: object) -> argparse.Namespace:
@@ -222,6 +222,20 @@ def test_an_slo_and_a_multiple_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(LoadTestError, match="there is an SLO already"):
         with_slo_multiple(PLAN, parsed_sweep("--slo-multiple", "ttft=5"), tmp_path)
     assert with_slo_multiple(PLAN, parsed_sweep(), tmp_path) == PLAN
+
+
+def test_ctrl_c_before_a_run_begins_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_plan(plan: Plan, folder: Path, **_: Any) -> None:
+        make_folder(folder)
+        write_json(RunFolder(folder).plan_path, plan)
+        raise KeyboardInterrupt
+
+    arguments = lose_after(monkeypatch, 0, tmp_path / "run")
+    monkeypatch.setattr(measure, "run_plan", run_plan)
+    assert measure.run_run(arguments) == measure.INTERRUPTED_EXIT
+    assert capsys.readouterr().err == "interrupted before the run began: nothing was measured\n"
 
 
 def lose_after(monkeypatch: pytest.MonkeyPatch, num_requests: int, folder: Path) -> argparse.Namespace:

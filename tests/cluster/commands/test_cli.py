@@ -115,7 +115,7 @@ def test_a_wrong_file_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tm
     path = tmp_path / "config.yaml"
     path.write_text("decode:\n  replcas: 2\n")
     assert main(["serve", "--config", str(path), "--port", "18123"]) == 2
-    assert one_line(capsys) == "twostroke: decode.replcas: there is no such setting; did you mean replicas?"
+    assert one_line(capsys) == f"twostroke: {path}:2: decode.replcas: there is no such setting; did you mean replicas?"
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,13 @@ def test_a_server_is_asked_at_what_openai_s_clients_are_given_too(given: str) ->
 @pytest.mark.parametrize(
     ("key", "status", "told"),
     [
-        (None, 401, " wants an API key with `admin: true`: set TWOSTROKE_API_KEY"),
+        (None, 401, " wants an API key with the right `admin` (`metrics` for /status): set TWOSTROKE_API_KEY"),
         ("ts-wrong", 401, ": the API key in TWOSTROKE_API_KEY is not known there"),
-        ("ts-plain", 403, ": the API key in TWOSTROKE_API_KEY may not: it needs `admin: true` on the server"),
+        (
+            "ts-plain",
+            403,
+            ": the API key in TWOSTROKE_API_KEY may not: it needs the right `admin`, or `metrics` for /status",
+        ),
     ],
 )
 def test_status_says_what_is_wrong_with_the_api_key(

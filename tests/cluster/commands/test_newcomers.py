@@ -12,6 +12,8 @@ from twostroke.cluster.cli import main
 from twostroke.cluster.commands.serve import add_arguments, merged_settings
 from twostroke.cluster.config.vllm_names import COMMANDS, OF_BENCH_SERVE
 
+ROOT = Path(__file__).resolve().parents[3]
+
 BOTH = ("prefill", "decode")
 
 WORKS: list[tuple[str, dict[str, Any]]] = [
@@ -147,11 +149,26 @@ def test_a_file_of_vllms_form_is_told_line_by_line_what_it_is_here(
     file = tmp_path / "vllm.yaml"
     file.write_text(yaml.safe_dump(theirs, sort_keys=False))
     assert main(["config", "check", str(file)]) == 2
-    lines = sorted(capsys.readouterr().out.splitlines())
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1] for line in lines] == ["1", "2", "3", "4", "5"]
     assert all(line.endswith(hint) for line, hint in zip(lines, hints, strict=True))
     assert main(["serve", "--config", str(file)]) == 2
-    assert capsys.readouterr().err.startswith("twostroke: port: there is no such setting; ")
+    assert capsys.readouterr().err.splitlines() == [f"twostroke: {lines[0]}", *lines[1:]]
+
+
+def test_a_file_for_ray_up_is_told_from_the_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "deploy" / "ray-cluster.yaml"
+    for command in ("config check", "serve --config"):
+        assert main([*command.split(), str(file)]) == 2
+        told = capsys.readouterr().err
+        assert told == (
+            f"twostroke: {file}: describes a cluster for `ray up`; settings are in the file for `serve deploy`\n"
+        )
+
+
+def test_a_flag_that_resembles_another_little_is_not_taken_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of("serve m --replicas 2") == 2
+    assert "--revision" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", ["help serve", "serve --help=all", "serve -h"])
