@@ -289,7 +289,7 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         (
             *("user", "safety_identifier", "prompt_cache_options"),
-            *("max_tool_calls", "stream_options", "access_programs", "image"),
+            *("max_tool_calls", "stream_options", "access_programs", "image", "client_metadata"),
         )
     )
 

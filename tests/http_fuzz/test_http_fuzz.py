@@ -44,7 +44,7 @@ COUNTS: Mapping[tuple[str, str], tuple[int, int]] = {  # (sound, unsound) cases
     ("/workers/{worker_id}", "POST"): (20, 15),
     **{
         (path, "GET"): (1, 0)
-        for path in ("/v1/models", "/health", "/ready", "/metrics", "/status", "/doctor", "/version")
+        for path in ("/v1/models", "/health", "/ready", "/metrics", "/status", "/doctor", "/version", "/tokenizer_info")
     },
 }
 """Unsound ones exist where there is a body; a path without parameters can be asked in one way alone. `make test` has

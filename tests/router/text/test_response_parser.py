@@ -98,6 +98,29 @@ def read(name, opening, pieces, tools=TOOLS):
     return content, reasoning, [*calls.values()]
 
 
+CALLING = [one for one in TRANSCRIPTS if one[3][2]]
+
+
+def content_of_cut(name, opening, text, **how):
+    """The content of an answer that ends by `length`."""
+    parser = format_of(name).language.parser(f"<|im_start|>assistant\n{opening}", TOOLS, **how)
+    return parser.add(text).content + parser.finish(is_cut=True).content
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), CALLING)
+def test_of_calls_that_are_cut_nothing_is_content_once_their_mark_is_whole(name, opening, text, expected):
+    trigger = format_of(name).call.trigger
+    begin = text.find(trigger) + len(trigger) if trigger else len(text)
+    for at in range(begin, len(text) + 1):
+        assert expected[0].startswith(content_of_cut(name, opening, text[:at], trigger=trigger)), text[:at]
+
+
+@pytest.mark.parametrize(("name", "opening", "text", "expected"), CALLING)
+def test_forced_calls_have_no_content_wherever_they_are_cut(name, opening, text, expected):
+    for at in range(len(text) + 1):
+        assert content_of_cut(name, opening, text[:at], is_forced=True) == "", text[:at]
+
+
 @pytest.mark.parametrize(("name", "opening", "text", "expected"), TRANSCRIPTS, ids=IDS)
 def test_transcripts_read_the_same_wherever_they_are_cut(name, opening, text, expected):
     whole = read(name, opening, [text])

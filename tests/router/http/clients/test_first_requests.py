@@ -200,7 +200,8 @@ LEFT_OUT = "web_search, local_shell, custom, tool_search"
 async def test_tools_that_only_openai_runs_are_left_out_and_told(site_of, speaker, caplog, strict):
     async with site_of(1, 1, speaks=speaker, strict=strict) as site:
         for _ in range(2):
-            answer = await post(site, RESPONSES, {"input": "hi", "tools": CODEX_TOOLS, "max_output_tokens": 8})
+            body = {"input": "hi", "tools": CODEX_TOOLS, "max_output_tokens": 8, "client_metadata": {"a": "b"}}
+            answer = await post(site, RESPONSES, body)
             assert answer.status_code == 200, answer.text
             assert answer.headers["x-tools-left-out"] == LEFT_OUT
         prompt = prompt_of(site, speaker)
