@@ -98,7 +98,7 @@ async def test_the_target_may_cancel_in_every_state(state: SenderState) -> None:
 async def test_a_source_keeps_its_blocks_until_the_target_that_reads_them_has_heard_of_its_abort(
     state: SenderState,
 ) -> None:
-    """Else what it reads of the blocks' next request would pass for damage, and the link would be given up."""
+    """Bytes of the blocks' next request would pass for damage, and the link would be given up."""
     async with faulty_pair("shm") as (pair, _, target):
         target.gate.shut()
         out, incoming = begin(pair)
