@@ -287,10 +287,13 @@ class Injector:
         return Injected("stop router", "stop", begin, time.monotonic(), f"pid {victim} stopped for {seconds:g} s")
 
     async def kill_controller(self) -> Injected | None:
-        """kill -9 of Serve's controller. Proof: no such process is left, and another one is there. Streams go on."""
-        async with self._deaths:  # nobody replaces a worker meanwhile
+        """kill -9 of Serve's controller. Proof: no such process is left, and another one is there. Streams go on.
+
+        Where a worker is starting it would be started anew, which takes longer than a replacement may.
+        """
+        async with self._deaths:
             controllers = self._server.controllers()
-            if len(controllers) != 1:
+            if len(controllers) != 1 or not await self._server.is_whole():
                 return None
             begin = time.monotonic()
             os.kill(controllers[0], signal.SIGKILL)
