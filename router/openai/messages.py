@@ -149,7 +149,8 @@ ModelBlock = Annotated[
 class ClientMessage(StrictModel):
     """A message to the model."""
 
-    role: Literal["user", "assistant", "system"]  # the model's messages are `ModelMessage`
+    # The model's are `ModelMessage`; a refusal names all roles.
+    role: Annotated[Literal["user", "assistant", "system"], Field(json_schema_extra={"enum": ["user", "system"]})]
     content: Text | Annotated[list[ClientBlock], Field(fail_fast=True, max_length=MAX_BLOCKS)]
 
 

@@ -41,7 +41,10 @@ _LACKING = {
     "/v1/messages": MessagesRequest.lacking,
     "/v1/messages/count_tokens": MessagesRequest.lacking,
 }
-_BY_GRAMMAR = (*StructuredFields.model_fields, "tools", "tool_choice", "text", "thinking", "output_config")
+_BY_GRAMMAR = (
+    *StructuredFields.model_fields,
+    *("tools", "tool_choice", "text", "thinking", "output_config", "output_format"),
+)
 """Fields of grammars and tool calls, of which hardly any random case is sound."""
 
 _LIMITS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses": "max_output_tokens"}
