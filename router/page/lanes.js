@@ -7,6 +7,8 @@ import { describe, drawTables, nameOf, shortName, startOf } from "./words.js";
 const AXIS = 22; // heights and widths in CSS pixels
 const WORKER = 40;
 const GAP = 26; // between prefill and decode workers: here KV is seen on its way
+const TITLED = 16; // a lane so high has its title
+const LABEL = 44; // from one label of the axis to the next, at least
 const BEHIND_S = 0.2; // what is drawn lies so far back that the news of it has come
 const at = (id) => document.getElementById(id);
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -77,6 +79,8 @@ function under(event) {
 
 // --- where things are ---
 
+const narrow = () => at("chart").clientWidth < 520;
+
 function layOut(from) {
   const rows = [...workers].map(([name, one]) => ({ name, one, role: one.row.role }));
   rows.sort((a, b) => (a.role === b.role ? a.one.since - b.one.since : a.role === "prefill" ? -1 : 1));
@@ -100,7 +104,8 @@ function layOut(from) {
   while (slots.length && slots.at(-1) === null) slots.pop();
   const lanesTop = top;
   const room = at("chart").clientHeight - lanesTop - 8;
-  const lane = Math.max(9, Math.min(22, Math.floor(room / Math.max(1, slots.length)))); // more of them scroll
+  const least = narrow() ? TITLED : 9; // a phone is not hovered over: each lane says whose it is
+  const lane = Math.max(least, Math.min(22, Math.floor(room / Math.max(1, slots.length)))); // more of them scroll
   slots.forEach((name, slot) => {
     if (name) laidOut.push({ name, sequence: sequences.get(name), top: lanesTop + slot * lane, height: lane });
   });
@@ -120,7 +125,7 @@ function fit(needed) {
     canvas.style.height = `${high}px`;
   }
   pen.setTransform(scale, 0, 0, scale, 0, 0);
-  gutter = width < 520 ? 92 : 172;
+  gutter = narrow() ? 92 : 172;
 }
 
 // --- drawing ---
@@ -164,7 +169,7 @@ function words(x, y, text, colour, size = 11, weight = 400) {
 }
 
 function axis({ from, end, x }, span) {
-  const step = span <= 10 ? 1 : span <= 30 ? 5 : 20;
+  const step = [1, 5, 10, 20, 30, 60].find((one) => x(end) - x(end - one) >= LABEL) ?? span;
   pen.textAlign = "center";
   for (let back = 0; back <= span; back += step) {
     const place = Math.round(x(end - back)) + 0.5;
@@ -217,16 +222,15 @@ function workerRow(scene, { worker, role, top, height: high, name }) {
   if (gone && gone > from) { scene.live = true; words(Math.min(x(gone) + 6, right - 34), top + 15, "gone", colours.bad, 11, 600); }
   if (since > from && history.length && scene.from > 0 && since - oldest() > 1) { scene.live = true; words(left + 6, top + 15, "joined", colours["ink-2"], 11, 600); }
   // The gutter: name, fill, numbers.
-  const narrow = gutter < 120;
-  words(0, top + 12, `${narrow ? role[0].toUpperCase() : role} ${shortName(row.id)}`, isThere ? colours.ink : colours.bad, 12, 600);
+  words(0, top + 12, `${narrow() ? role[0].toUpperCase() : role} ${shortName(row.id)}`, isThere ? colours.ink : colours.bad, 12, 600);
   pen.fillStyle = colours.line;
   pen.fillRect(0, top + 17, gutter - 14, 5);
   pen.fillStyle = role === "prefill" ? colours.accent : colours.decode;
   if (isThere) pen.fillRect(0, top + 17, (gutter - 14) * used(row), 5);
   const told = !isThere ? (gone ? "gone" : "not reached")
-    : narrow ? `${row.owned_blocks ?? 0}b ${row.num_running ?? 0}r ${row.num_waiting ?? 0}w`
+    : narrow() ? `${row.num_running ?? 0} run, ${row.num_waiting ?? 0} wait`
     : `${row.owned_blocks ?? 0}/${row.total_blocks} blocks \u00b7 ${row.num_running ?? 0} run \u00b7 ${row.num_waiting ?? 0} wait`;
-  words(0, top + 34, told, colours["ink-2"], narrow ? 10 : 10.5);
+  words(0, top + 34, told, colours["ink-2"], narrow() ? 10 : 10.5);
 }
 
 const oldest = () => Math.min(...[...workers.values()].map((one) => one.since));
@@ -310,7 +314,7 @@ function lane(scene, { sequence, top, height: high, name }) {
   const thick = Math.max(2, Math.round(high * 0.16));
   const y = top + Math.round((high - bar - thick - 1) / 2);
   if (chosen === name) { pen.fillStyle = colours.soft; pen.fillRect(0, top, width, high); }
-  if (high >= 16) words(0, top + high / 2 + 4, title(sequence), chosen === name ? colours.ink : colours["ink-2"], 11);
+  if (high >= TITLED) words(0, top + high / 2 + 4, title(sequence), chosen === name ? colours.ink : colours["ink-2"], 11);
   const until = is_over ? sequence.over : end;
   // Waiting.
   pen.fillStyle = colours["ink-3"];

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import re
+from itertools import pairwise
 
 import pytest
 from playwright.async_api import Page, expect
@@ -269,6 +271,40 @@ async def test_a_phone_shows_all_of_it_without_scrolling_sideways(site_of, windo
         for view in ("lanes", "table"):
             assert await page.evaluate("document.documentElement.scrollWidth") <= 375, view
             await page.get_by_role("button", name="Table").click()
+
+
+DRAWN = """
+window.drawn = [];
+const clearRect = CanvasRenderingContext2D.prototype.clearRect;
+CanvasRenderingContext2D.prototype.clearRect = function (...all) {
+  window.drawn = [];
+  return clearRect.apply(this, all);
+};
+const fillText = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  window.drawn.push({text, x, y, width: this.measureText(text).width});
+  return fillText.call(this, text, x, y);
+};
+"""
+"""Keeps what was written on the canvas since it was cleared."""
+
+
+async def test_a_phones_picture_can_be_read(site_of, window):
+    async with site_of(1, 1, listen=True) as site, window(site.url, **PHONE) as page:
+        await page.add_init_script(DRAWN)
+        await page.reload()
+        await ask(page, "hello")
+        await expect(answered(page)).to_be_visible()
+        for span in await page.locator("#span option").evaluate_all("(all) => all.map((one) => one.value)"):
+            await page.locator("#span").select_option(span)
+            await page.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+            drawn = await page.evaluate("window.drawn")
+            labels = [one for one in drawn if re.fullmatch("now|\N{MINUS SIGN}[0-9]+ s", one["text"])]
+            places = sorted({(one["x"], one["width"]) for one in labels})
+            assert all(a + of_a / 2 < b - of_b / 2 for (a, of_a), (b, of_b) in pairwise(places)), span
+        texts = {one["text"] for one in drawn}
+        assert {"0 run, 0 wait", "P p0", "D d0"} <= texts
+        assert any("\N{RIGHTWARDS ARROW}" in text for text in texts)  # the lane's title
 
 
 async def test_a_worker_that_dies_and_comes_back_is_seen(site_of, window):
