@@ -35,7 +35,7 @@ _FILE = re.compile(r"file (?P<name>\S+)")
 
 @dataclass
 class Mark:
-    """What a page says of the block that follows."""
+    """A page's word on the block that follows it."""
 
     dry: dict[str, str] = field(default_factory=dict)  # text of commands, and why they can't run; "" for all
     smaller: dict[str, str] = field(default_factory=dict)  # text, and what stands for it
