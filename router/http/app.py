@@ -161,7 +161,7 @@ async def _placed(request: Request, resources: Resources) -> None:
 
 
 _PLACED = [Depends(_placed)]
-"""For endpoints that generate nothing: each of their requests takes the place of a choice."""
+"""Dependencies of endpoints that generate nothing: each of their requests takes the place of a choice."""
 
 
 async def _generate(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from packaging.utils import canonicalize_name
 from ray.serve.schema import ServeDeploySchema
 
 from tests.deploy.programs import (
@@ -246,7 +247,7 @@ def test_the_image_takes_what_pip_installs_and_nothing_else() -> None:
     taken = {line[1:] for line in ignored if line.startswith("!")}
     packages = {name.split(".")[1] for name in project()["packages"]}
     assert "*" in ignored
-    assert taken == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert taken == packages | {"pyproject.toml", "constraints.lock", "README.md", "LICENSE"}
 
 
 def test_what_pip_installs_on_the_nodes_has_every_package() -> None:
@@ -262,7 +263,26 @@ def test_what_pip_installs_on_the_nodes_has_every_package() -> None:
 
 def test_what_is_installed_is_pinned_by_the_versions_that_tests_passed_with() -> None:
     (install,) = (line for line in instructions("RUN") if "pip install" in line)
-    assert "--constraint constraints.txt" in install
+    steps = [step for step in install.split("&&") if "pip install" in step]
+    of_uv, of_torch, of_all = steps
+    assert "--require-hashes" in of_uv
+    assert "--index-url" in of_torch
+    assert "--constraint constraints.lock" in of_all
+    assert "--extra-index-url" not in install
+    assert all("--no-build" in step or "--only-binary :all:" in step for step in steps)
+
+
+def test_the_lock_has_hashes_of_every_pinned_version() -> None:
+    pins = {line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")}
+    locked = re.findall(
+        r"^(\S+==\S+)[^\n]*\\\n    --hash=sha256:[0-9a-f]{64}", (ROOT / "constraints.lock").read_text(), re.M
+    )
+    assert sorted(map(canonical, locked)) == sorted(map(canonical, pins))
+
+
+def canonical(pin: str) -> str:
+    name, _, version = pin.partition("==")
+    return f"{canonicalize_name(name)}=={version.partition(' ')[0].rstrip(';')}"
 
 
 def test_the_image_has_the_wheel_and_its_tags_the_version() -> None:
