@@ -391,21 +391,22 @@ def download_job() -> dict[str, Any]:
 def test_the_job_downloads_once_what_a_server_would_and_gives_the_folder_its_name_at_the_end(tmp_path: Path) -> None:
     job = download_job()
     shell, option, script = job["command"]
-    for name, text in (("hf", 'mkdir -p "$4"; printf "%s\\n" "$@" > "$4/config.json"; exit $FAILS'),):
+    for name, text in (("hf", 'mkdir -p "$6"; printf "%s\\n" "$@" > "$6/config.json"; exit $FAILS'),):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         (tmp_path / name).chmod(0o700)
     models = tmp_path / "models"
     models.mkdir()
 
     def tried(fails: int) -> int:
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "a/b", "FAILS": str(fails)}
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "a/b"}
+        environment |= {"REVISION": "0ab1", "FAILS": str(fails)}
         return run(shell, option, script.replace("/models", str(models)), env=environment, cwd=tmp_path).returncode
 
     assert tried(fails=1) == 1
     assert not (models / "model").exists()
     assert tried(fails=0) == 0
     asked = (models / "model/config.json").read_text(encoding="utf-8").splitlines()
-    assert asked[:4] == ["download", "a/b", "--local-dir", f"{models}/.model.part"]
+    assert asked[:6] == ["download", "a/b", "--revision", "0ab1", "--local-dir", f"{models}/.model.part"]
     assert tuple(asked[5::2]) == HUB_PATTERNS
     assert tried(fails=1) == 0  # it is there
 
