@@ -407,7 +407,7 @@ def test_the_job_downloads_once_what_a_server_would_and_gives_the_folder_its_nam
     assert tried(fails=0) == 0
     asked = (models / "model/config.json").read_text(encoding="utf-8").splitlines()
     assert asked[:6] == ["download", "a/b", "--revision", "0ab1", "--local-dir", f"{models}/.model.part"]
-    assert tuple(asked[5::2]) == HUB_PATTERNS
+    assert tuple(asked[7::2]) == HUB_PATTERNS
     assert tried(fails=1) == 0  # it is there
 
 
