@@ -54,6 +54,16 @@ async def test_a_client_beyond_its_share_evicts_no_other_clients_prompt(rig: Rig
 
 
 @of_both_roles(num_blocks=NUM_BLOCKS)
+async def test_one_huge_prompt_leaves_the_prompts_that_its_client_wished_kept_before(rig: Rig, role: str) -> None:
+    await hits(rig, a_prompt(0, b"client", 300.0))
+    await hits(rig, a_prompt(100, b"client", 300.0, length=4 * PROMPT))
+    assert len(rig.pool._kept) == NUM_BLOCKS // 4
+    await traffic(rig)
+    assert await hits(rig, a_prompt(0)) == PROMPT - 1
+    assert await hits(rig, a_prompt(100, length=4 * PROMPT)) == 2 * PROMPT, "its beginning fills the rest of the share"
+
+
+@of_both_roles(num_blocks=NUM_BLOCKS)
 async def test_clients_that_fill_their_shares_together_evict_no_prompt_of_one_that_keeps_little(
     rig: Rig, role: str
 ) -> None:

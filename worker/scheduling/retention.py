@@ -5,7 +5,8 @@ last reference is kept: eviction passes it over for the wish's seconds, counted 
 
 Clients share a pool. One client keeps at most `CLIENT_SHARE` of its blocks, and all clients together `TOTAL_SHARE`.
 Beyond the first its own block that was released the longest ago is kept no more, and loses its wish. Beyond the second
-that happens to the client that keeps the most: those that keep little lose nothing to newer wishes.
+that happens to the client that keeps the most: those that keep little lose nothing to newer wishes. So it is within a
+client's share: a wish that has more than half of it kept displaces its own blocks alone.
 
 Users would feel the difference at a pause: without retention the traffic of others evicts a prompt that returns soon.
 
@@ -15,9 +16,10 @@ wishes), of which the APIs have three.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import count
 from typing import NamedTuple, TypeVar
 
-Key = TypeVar("Key", bytes, float)
+Key = TypeVar("Key", bytes, float, int)
 
 CLIENT_SHARE = 0.25
 """Share of a pool's blocks that one client may have kept."""
@@ -30,6 +32,7 @@ class RetentionWish(NamedTuple):
 
     client: bytes
     keep_s: float  # seconds after the block's last release
+    number: int  # of all blocks of one wish
 
 
 class Retention:
@@ -40,29 +43,34 @@ class Retention:
         self.wishes: dict[int, RetentionWish] = {}  # by block, with references or kept
         self.kept: OrderedDict[int, float] = OrderedDict()  # when each was released, the oldest first
         self._most_of_client = int(num_blocks * CLIENT_SHARE)
+        self._most_of_wish = (self._most_of_client + 1) // 2  # where others of the client need the rest
         self._most = int(num_blocks * TOTAL_SHARE)
-        # The same blocks in the same order, by client and by length. No group is empty.
+        self._numbers = count()
+        # The same blocks in the same order, by client, by wish and by length. No group is empty.
         self._by_client: dict[bytes, OrderedDict[int, None]] = {}
+        self._by_wish: dict[int, OrderedDict[int, None]] = {}
         self._by_length: dict[float, OrderedDict[int, None]] = {}
 
     def wish(self, block_ids: Iterable[int], client: bytes, keep_s: float) -> None:
         """Note a wish for blocks with references. A longer wish for the same block stands, whoever has it."""
+        wish = RetentionWish(client, keep_s, next(self._numbers))
         for block_id in block_ids:
             current = self.wishes.get(block_id)
             if current is None or current.keep_s <= keep_s:
-                self.wishes[block_id] = RetentionWish(client, keep_s)
+                self.wishes[block_id] = wish
 
     def keep(self, block_id: int, now: float) -> int | None:
         """Keep a block with a wish that has lost its last reference.
 
         Return the block that is kept no more in its place, which may be the same; None where there is room.
         """
-        client, keep_s = self.wishes[block_id]
+        client, keep_s, number = self.wishes[block_id]
         self.kept[block_id] = now
         mine = self._by_client.setdefault(client, OrderedDict())
-        mine[block_id] = self._by_length.setdefault(keep_s, OrderedDict())[block_id] = None
+        same_wish = self._by_wish.setdefault(number, OrderedDict())
+        mine[block_id] = same_wish[block_id] = self._by_length.setdefault(keep_s, OrderedDict())[block_id] = None
         if len(mine) > self._most_of_client:
-            displaced = next(iter(mine))
+            displaced = next(iter(same_wish if len(same_wish) > self._most_of_wish else mine))
         elif len(self.kept) > self._most:
             _, largest = max((len(blocks), client) for client, blocks in self._by_client.items())
             displaced = next(iter(self._by_client[largest]))
@@ -80,9 +88,10 @@ class Retention:
 
     def drop(self, block_id: int) -> None:
         """Forget a kept block and its wish."""
-        client, keep_s = self.wishes.pop(block_id)
+        client, keep_s, number = self.wishes.pop(block_id)
         del self.kept[block_id]
         _remove(self._by_client, client, block_id)
+        _remove(self._by_wish, number, block_id)
         _remove(self._by_length, keep_s, block_id)
 
     def next_to_evict(self, now: float, oldest: float | None) -> int | None:
@@ -104,15 +113,18 @@ class Retention:
         """Recount everything; return whether the books agree and the shares are kept. O(kept blocks)."""
         blocks = list(self.kept)
         by_client: dict[bytes, list[int]] = {}
+        by_wish: dict[int, list[int]] = {}
         by_length: dict[float, list[int]] = {}
         for block_id in blocks:
             if block_id not in self.wishes:
                 return False
-            client, keep_s = self.wishes[block_id]
+            client, keep_s, number = self.wishes[block_id]
             by_client.setdefault(client, []).append(block_id)
+            by_wish.setdefault(number, []).append(block_id)
             by_length.setdefault(keep_s, []).append(block_id)
         return (
             {client: list(order) for client, order in self._by_client.items()} == by_client
+            and {number: list(order) for number, order in self._by_wish.items()} == by_wish
             and {keep_s: list(order) for keep_s, order in self._by_length.items()} == by_length
             and all(len(order) <= self._most_of_client for order in by_client.values())
             and len(blocks) <= self._most

@@ -325,10 +325,11 @@ class SequenceState:
         size, count = self.block_size, self.groups.count
         rows = self.request.num_prompt_tokens // size
         matchable = (self.request.num_prompt_tokens - 1) // size * size  # the same prompt goes on from here
+        blocks: list[int] = []
         for group in range(count):
             first = self.groups.first_kept(group, matchable) // size
-            blocks = self.block_ids[first * count + group : rows * count : count]
-            pool.retain(blocks, self.request.client, self.request.keep_s)
+            blocks += self.block_ids[first * count + group : rows * count : count]
+        pool.retain(blocks, self.request.client, self.request.keep_s)
 
     def _first_row(self, group: int, num_tokens: int | None = None) -> int:
         """Return the first row that the token after `num_tokens` attends to; None: after those that are computed."""

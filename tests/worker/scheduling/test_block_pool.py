@@ -1,5 +1,6 @@
 """A block pool against a plain model of it, and the changes of its names against before and after."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ def test_a_pool_without_room_is_refused(num_blocks: int, block_size: int) -> Non
         lambda pool: pool._wishes.clear(),
         lambda pool: pool._wishes.__setitem__(pool._free[0], pool._wishes[3]),
         lambda pool: pool._retention._by_client.clear(),
+        lambda pool: pool._retention._by_wish.clear(),
         lambda pool: pool._retention._by_length.clear(),
         lambda pool: pool._by_name[0].pop(pool._names.__getitem__(3), pool._names.__setitem__(3, None)),
         lambda pool: setattr(pool._retention, "_most_of_client", 0),
@@ -76,6 +78,7 @@ class Kept:
     released_at: float
     client: bytes
     keep_s: float
+    wish: int
 
     @property
     def until(self) -> float:
@@ -96,7 +99,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.tails: dict[BlockHash, int] = {}
         self.released: list[tuple[int, float]] = []  # ordinary cached blocks, and when they were released, in order
         self.kept: list[Kept] = []  # in the order of their release
-        self.wishes: dict[int, tuple[bytes, float]] = {}  # client and seconds, of owned blocks
+        self.wishes: dict[int, tuple[bytes, float, int]] = {}  # client, seconds and number, of owned blocks
+        self.num_wishes = 0
 
     def counts(self) -> Counter[int]:
         return Counter(block for table in self.tables for block in table)
@@ -120,12 +124,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.kept.append(kept)
         by_client = Counter(one.client for one in self.kept)
         largest = max(by_client, key=lambda client: (by_client[client], client))
-        for share, num_blocks, client in (
-            (CLIENT_SHARE, by_client[kept.client], kept.client),
-            (TOTAL_SHARE, len(self.kept), largest),
+        of_wish = [one for one in self.kept if one.wish == kept.wish]
+        of_client = [one for one in self.kept if one.client == kept.client]
+        is_large = len(of_wish) > math.ceil(int(CLIENT_SHARE * self.NUM_BLOCKS) / 2)
+        for share, num_blocks, victims in (
+            (CLIENT_SHARE, len(of_client), of_wish if is_large else of_client),
+            (TOTAL_SHARE, len(self.kept), [one for one in self.kept if one.client == largest]),
         ):
             if num_blocks > share * self.NUM_BLOCKS:
-                first = next(one for one in self.kept if one.client == client)
+                first = victims[0]
                 self.released.append((first.block, self.now))
                 self.kept.remove(first)
                 return
@@ -150,7 +157,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         """Give cached blocks a reference in the model."""
         for one in list(self.kept):
             if one.block in blocks and self.now < one.until:
-                self.wishes[one.block] = one.client, one.keep_s
+                self.wishes[one.block] = one.client, one.keep_s, one.wish
         for block in blocks:
             self.forget(block)
 
@@ -182,8 +189,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
         """Have owned blocks kept."""
         self.pool.retain([NO_BLOCK, *blocks], client, keep_s)
         for block in blocks:
-            if self.wishes.get(block, (b"", 0.0))[1] <= keep_s:
-                self.wishes[block] = client, keep_s
+            if self.wishes.get(block, (b"", 0.0, 0))[1] <= keep_s:
+                self.wishes[block] = client, keep_s, self.num_wishes
+        self.num_wishes += 1
 
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
@@ -296,7 +304,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
 class LargePoolAgainstModel(PoolAgainstModel):
     """The same with more blocks, so that a client has several kept."""
 
-    NUM_BLOCKS = 13
+    NUM_BLOCKS = 17
 
 
 TestLargePoolAgainstModel = LargePoolAgainstModel.TestCase
