@@ -171,7 +171,7 @@ class KVTiers:
         """Return each tier's numbers now."""
         host = TierStats(
             name="host",
-            **self._host_counts,
+            **self._host_counts,  # type: ignore[arg-type]  # they are numbers
             num_bytes=self.host.num_bytes,
             max_bytes=self.host.max_bytes,
             read_token_s=self._link_token_s,

@@ -25,7 +25,7 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -46,6 +46,9 @@ DIGEST_BYTES = 16
 NONCE_BYTES = 12
 _CIPHER_PIECE_BYTES = 256 << 10
 """Bytes that are encrypted or decrypted at once: other threads wait for so many, and a core's cache holds them."""
+
+_VERIFIED_PIECE_BYTES = 4 << 20
+"""Bytes of a section in memory while it is verified: its header may tell of any number."""
 
 MARK_BYTES = 8
 _PREAMBLE = struct.Struct("<8sIIQ8s12s16s")
@@ -217,15 +220,38 @@ class ObjectReader:
         views = [_flat(view) for view in buffers]
         if sum(map(len, views)) != section.num_bytes:
             raise ValueError(f"buffers of {sum(map(len, views))} bytes for a section of {section.num_bytes}")
+
+        def read() -> Iterator[memoryview]:
+            self._reader.read_into(views)
+            yield from views
+
+        self._verify(index, read())
+
+    def verify(self) -> None:
+        """Read all sections and keep nothing of them. Raises as `read_section` does."""
+        for index, section in enumerate(self.header.sections):
+            self._verify(index, self._pieces(section.num_bytes))
+
+    def _pieces(self, num_bytes: int) -> Iterator[memoryview]:
+        """Read the next bytes in pieces, each in the place of the one before."""
+        scratch = memoryview(bytearray(min(num_bytes, _VERIFIED_PIECE_BYTES)))
+        for first in range(0, num_bytes, _VERIFIED_PIECE_BYTES):
+            piece = scratch[: num_bytes - first]
+            self._reader.read_into([piece])
+            yield piece
+
+    def _verify(self, index: int, parts: Iterable[memoryview]) -> None:
+        """Skip to a section, and verify its parts, which are read as they are taken."""
+        section = self.header.sections[index]
         skipped = sum(one.num_bytes for one in self.header.sections[self._next : index])
         self._next = index + 1
         try:
             if skipped:
                 self._reader.skip(skipped)
-            self._reader.read_into(views)
+            is_whole = self._seal.opens(_context(self._binding, index), section.nonce, section.digest, parts)
         except EOFError as error:
             raise ObjectDamaged(f"the object ends within section {index}") from error
-        if not self._seal.opens(_context(self._binding, index), section.nonce, section.digest, views):
+        if not is_whole:
             raise ObjectDamaged(f"the digest of section {index} is wrong")
 
 
@@ -258,9 +284,7 @@ def open_listed_object(
 def verify_listed_object(blobs: BlobStore, path: str, cipher: "ObjectCipher | None" = None) -> ObjectHeader:
     """Read all of an object of a listing; returns its header. Raises as `open_object` does."""
     with open_listed_object(blobs, path, cipher) as reader:
-        scratch = memoryview(bytearray(max((section.num_bytes for section in reader.header.sections), default=0)))
-        for index, section in enumerate(reader.header.sections):
-            reader.read_section(index, [scratch[: section.num_bytes]])
+        reader.verify()
         return reader.header
 
 
@@ -401,8 +425,11 @@ class _Seal(Protocol):
     def seal(self, context: bytes, parts: Sequence[memoryview]) -> _Sealed:
         """Return these bytes sealed, bound to `context`."""
 
-    def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Sequence[memoryview]) -> bool:
-        """Turn stored bytes into what they were, in place; returns whether they are whole and bound to `context`."""
+    def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Iterable[memoryview]) -> bool:
+        """Turn stored bytes into what they were, in place; returns whether they are whole and bound to `context`.
+
+        Each part is done with before the next one is taken.
+        """
 
 
 class _Checksums:
@@ -412,13 +439,16 @@ class _Checksums:
     mark = _NO_MARK
 
     def seal(self, context: bytes, parts: Sequence[memoryview]) -> _Sealed:
+        return _Sealed(b"", self._digest(context, parts), parts)
+
+    def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Iterable[memoryview]) -> bool:
+        return self._digest(context, parts) == digest
+
+    def _digest(self, context: bytes, parts: Iterable[memoryview]) -> bytes:
         digest = xxhash.xxh3_128(len(context).to_bytes(4, "little") + context)
         for part in parts:
             digest.update(part)
-        return _Sealed(b"", digest.digest(), parts)
-
-    def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Sequence[memoryview]) -> bool:
-        return self.seal(context, parts).digest == digest
+        return digest.digest()
 
 
 _CHECKSUMS = _Checksums()
@@ -461,13 +491,15 @@ class ObjectCipher:
         encryptor.finalize()
         return _Sealed(nonce, encryptor.tag, encrypted)
 
-    def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Sequence[memoryview]) -> bool:
+    def opens(self, context: bytes, nonce: bytes, digest: bytes, parts: Iterable[memoryview]) -> bool:
         if len(nonce) != NONCE_BYTES or len(digest) != DIGEST_BYTES:
             return False
         decryptor = self._cipher(self._aes, self._gcm(nonce, digest)).decryptor()
         decryptor.authenticate_additional_data(context)
-        scratch = memoryview(bytearray(min(_CIPHER_PIECE_BYTES, max(map(len, parts), default=0)) + 16))
+        scratch = memoryview(bytearray(0))
         for part in parts:
+            if len(scratch) < (needed := min(_CIPHER_PIECE_BYTES, len(part)) + 16):
+                scratch = memoryview(bytearray(needed))
             for first in range(0, len(part), _CIPHER_PIECE_BYTES):
                 piece = part[first : first + _CIPHER_PIECE_BYTES]
                 piece[:] = scratch[: decryptor.update_into(piece, scratch)]

@@ -143,7 +143,7 @@ class StorageTier:
     reads: Calls
     writes: Calls
     clock: Clock
-    cipher: ObjectCipher | None = None
+    cipher: Callable[[], ObjectCipher | None] = lambda: None  # waits for the key, on threads
     index: TierIndex | None = None
     evicted: deque[str] = field(default_factory=deque)
     num_bytes: Callable[[], int] = lambda: 0
@@ -176,6 +176,7 @@ class StorageTier:
             evicted=self.num_evicted(),
             num_bytes=self.num_bytes(),
             max_bytes=self.max_bytes,
+            is_open=self.is_open(),
             read_s=self.read_s,
             read_token_s=self.read_token_s,
         )
@@ -330,7 +331,7 @@ class StorageTier:
         """Return the groups that were read, and the seconds until the object was open."""
         began = self.clock()
         try:
-            with open_object(self.blobs, ref.key, self.layout, self.cipher) as stored:
+            with open_object(self.blobs, ref.key, self.layout, self.cipher()) as stored:
                 opened_s = self.clock() - began
                 if stored.header.rows != ref.rows:
                     raise ObjectDamaged("its rows are not those of the prefix")
@@ -354,7 +355,7 @@ class StorageTier:
         num_damaged = num_unreadable = 0
         for key in keys:
             try:
-                with open_listed_object(self.blobs, key, self.cipher, self.layout) as stored:
+                with open_listed_object(self.blobs, key, self.cipher(), self.layout) as stored:
                     if num_rows not in (None, stored.header.num_rows):
                         raise ObjectDamaged(f"it has {stored.header.num_rows} rows, not {num_rows}")
                     if stored.header.identity == identity:
@@ -386,12 +387,12 @@ class StorageTier:
         began = self.cpu_clock()
         if self.index is None and self._is_there(ref):
             return self.cpu_clock() - began
-        write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher)
+        write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher())
         return self.cpu_clock() - began
 
     def _is_there(self, ref: ObjectRef) -> bool:
         try:
-            with open_object(self.blobs, ref.key, self.layout, self.cipher):
+            with open_object(self.blobs, ref.key, self.layout, self.cipher()):
                 return True
         except (BlobMissing, ObjectDamaged):
             return False

@@ -153,6 +153,7 @@ class TierStats(msgspec.Struct, frozen=True):
     late: int = 0  # counter: reads given up since computing was quicker
     num_bytes: int = 0  # held now; 0: not known, as of a bucket
     max_bytes: int = 0  # quota; 0: none
+    is_open: bool = True  # False before its storage and the key's file have answered
     read_s: float = 0.0  # predicted seconds of one read, however short
     read_token_s: float = 0.0  # predicted further seconds for each token
 

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from twostroke.kvtiers.config import SETTING, TiersConfig, read_key
 from twostroke.kvtransfer.config import TransferConfig
@@ -16,18 +17,21 @@ from twostroke.protocol.requests import Peer
 if TYPE_CHECKING:
     from twostroke.cluster.ranks.rank_parts import RankParts
     from twostroke.kvtiers.kv_tiers import KVTiers
+    from twostroke.kvtiers.objects import ObjectCipher
     from twostroke.kvtiers.storage.blobs import BlobStore
     from twostroke.kvtiers.storage.files import FileBlobs
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtransfer.transports import Transports
     from twostroke.protocol.kv_layout import KVLayout
 
+StoreT = TypeVar("StoreT", bound="BlobStore")
+
 READ_THREADS = 4
 """Objects that are read at a time from one storage, each on a thread of its own."""
 SHARED_READ_S = 0.02
 """Seconds that a shared storage takes to answer, before it has been asked."""
 OPEN_S = 5.0
-"""Seconds for which a worker's start waits for the directories; one that answers later joins then."""
+"""Seconds for which a worker's start waits for the key and the directories; one that answers later joins then."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,8 @@ def make_tiers(
 def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     """Return the tiers behind the host's, in the order in which they are looked up. May block for OPEN_S.
 
-    Raises ConfigError, but for a directory that does not answer by then.
+    Raises ConfigError, but for a key or a directory that does not answer by then.
     """
-    from twostroke.kvtiers.objects import ObjectCipher
     from twostroke.kvtiers.storage.bucket import BucketBlobs
     from twostroke.kvtiers.storage.opening import OpeningBlobs
     from twostroke.kvtiers.storage.quota import QuotaBlobs
@@ -103,22 +106,28 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtiers.tier_index import TierIndex
 
-    cipher = None if config.key_file is None else ObjectCipher(read_key(config.key_file))
+    cipher = on_thread("read-key", lambda: _cipher(config))
+    opening: list[OpeningBlobs[Any]] = []
 
-    def tier(name: str, blobs: "BlobStore", **more: Any) -> StorageTier:
+    def opened(name: str, store: Callable[[], StoreT]) -> OpeningBlobs[StoreT]:
+        def open_with_key() -> StoreT:
+            cipher.result()
+            return store()
+
+        blobs = OpeningBlobs(name, on_thread(f"open-{name}", open_with_key))
+        opening.append(blobs)
+        return blobs
+
+    def tier(name: str, blobs: OpeningBlobs[Any], **more: Any) -> StorageTier:
         reads, writes = BlockingCalls(f"read-{name}", READ_THREADS), BlockingCalls(f"write-{name}", 1)
-        return StorageTier(name, blobs, layout, reads, writes, time.monotonic, cipher, **more)
+        more["is_open"] = lambda: blobs.opened is not None
+        return StorageTier(name, blobs, layout, reads, writes, time.monotonic, cipher.result, **more)
 
     tiers: list[StorageTier] = []
-    opening: list[OpeningBlobs[Any]] = []
     if config.disk.path is not None:
         evicted: deque[str] = deque()
         path, quota = config.disk.path, config.disk.bytes
-        disk = OpeningBlobs(
-            "disk",
-            on_thread("open-disk", lambda: QuotaBlobs(_files("disk.path", path), quota, on_evicted=evicted.append)),
-        )
-        opening.append(disk)
+        disk = opened("disk", lambda: QuotaBlobs(_files("disk.path", path), quota, on_evicted=evicted.append))
         tiers.append(
             tier(
                 "disk",
@@ -128,21 +137,25 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
                 num_bytes=lambda: 0 if disk.opened is None else disk.opened.num_bytes,
                 max_bytes=quota,
                 num_evicted=lambda: 0 if disk.opened is None else disk.opened.num_evicted,
-                is_open=lambda: disk.opened is not None,
             )
         )
     if config.shared.path is not None:
         place = config.shared.path
-        shared = OpeningBlobs("shared", on_thread("open-shared", lambda: _files("shared.path", place)))
-        opening.append(shared)
-        tiers.append(tier("shared", shared, read_s=SHARED_READ_S, is_open=lambda: shared.opened is not None))
+        tiers.append(tier("shared", opened("shared", lambda: _files("shared.path", place)), read_s=SHARED_READ_S))
     if config.shared.url is not None:
         bucket = BucketBlobs(config.shared.url, endpoint=config.shared.endpoint)
-        tiers.append(tier("shared", bucket, read_s=SHARED_READ_S))
+        tiers.append(tier("shared", opened("shared", lambda: bucket), read_s=SHARED_READ_S))
     ends_at = time.monotonic() + OPEN_S
     for one in opening:
         one.wait(max(0.0, ends_at - time.monotonic()))
     return tiers
+
+
+def _cipher(config: TiersConfig) -> "ObjectCipher | None":
+    """Return the cipher of the key's file; None without one. Raises ConfigError."""
+    from twostroke.kvtiers.objects import ObjectCipher
+
+    return None if config.key_file is None else ObjectCipher(read_key(config.key_file))
 
 
 def _files(setting: str, path: str) -> "FileBlobs":

@@ -35,7 +35,7 @@ class OpeningBlobs(Generic[StoreT]):
             if self._opening.done():
                 raise
             _log.warning(
-                "the %s tier waits for its storage, which does not answer; the worker starts without", self._name
+                "the %s tier waits for its storage or key, which does not answer; the worker starts without", self._name
             )
             self._opening.add_done_callback(self._answered)
             return False

@@ -155,6 +155,7 @@ _TIER_COUNTERS: Sequence[tuple[str, str, Callable[[TierStats], float]]] = (
 _TIER_GAUGES: Sequence[tuple[str, str, Callable[[TierStats], float]]] = (
     ("kv_tier_bytes", "Bytes of a KV tier's objects; 0: not known.", lambda tier: tier.num_bytes),
     ("kv_tier_max_bytes", "Quota of a KV tier; 0: none.", lambda tier: tier.max_bytes),
+    ("kv_tier_open", "1; 0: the storage has not answered since the worker's start.", lambda tier: tier.is_open),
 )
 
 

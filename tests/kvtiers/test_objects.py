@@ -1,12 +1,14 @@
 """Objects are read back as they were written, or not at all."""
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from tests.kvtiers.mutations import Mutations
-from tests.kvtiers.rig import LAYOUTS, PLAIN, STATES, WINDOWS, MemoryBlobs, Sample, sample
+from tests.kvtiers.rig import LAYOUTS, PLAIN, STATES, WINDOWS, MemoryBlobs, MemoryReader, Sample, sample
+from twostroke.kvtiers import objects
 from twostroke.kvtiers.objects import (
     _PREAMBLE,
     ObjectCipher,
@@ -61,6 +63,30 @@ def test_a_reader_skips_sections_that_it_does_not_need(cipher: ObjectCipher | No
             reader.read_section(0, [])
         with pytest.raises(ValueError, match="buffers of 3 bytes for a section of"):
             reader.read_section(2, [memoryview(bytearray(3))])
+
+
+@pytest.mark.parametrize("cipher", CIPHERS, ids=layout_name)
+def test_an_object_is_verified_in_pieces_however_large_its_sections_are(
+    cipher: ObjectCipher | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs, one, asked = MemoryBlobs(), sample(WINDOWS), set[int]()
+    one.write(blobs, cipher)
+    read_into = MemoryReader.read_into
+
+    def record(reader: MemoryReader, buffers: Sequence[memoryview]) -> None:
+        asked.update(map(len, buffers))
+        read_into(reader, buffers)
+
+    header = verify_listed_object(blobs, one.key.path, cipher)
+    monkeypatch.setattr(MemoryReader, "read_into", record)
+    monkeypatch.setattr(objects, "_VERIFIED_PIECE_BYTES", 100)
+    assert verify_listed_object(blobs, one.key.path, cipher) == header
+    whole = blobs.blobs[one.key.path]
+    header_bytes = _PREAMBLE.unpack_from(whole)[2]
+    assert max(asked - {_PREAMBLE.size, header_bytes}) == 100 < min(section.num_bytes for section in header.sections)
+    blobs.blobs[one.key.path] = whole[:-1] + bytes([whole[-1] ^ 1])
+    with pytest.raises(ObjectDamaged, match="the digest of section 1 is wrong"):
+        verify_listed_object(blobs, one.key.path, cipher)
 
 
 def test_an_object_that_is_not_there_is_missing() -> None:

@@ -12,8 +12,10 @@ from tests.kvtiers.rig import PLAIN, sample
 from twostroke.cluster.ranks import tier_parts
 from twostroke.cluster.ranks.tier_parts import storage_of
 from twostroke.kvtiers.config import TiersConfig
+from twostroke.kvtiers.objects import ObjectCipher
 from twostroke.kvtiers.storage.files import FileBlobs
 from twostroke.kvtiers.storage.opening import OpeningBlobs
+from twostroke.kvtiers.storage.threads import on_thread
 from twostroke.protocol.errors import ConfigError
 
 
@@ -69,7 +71,7 @@ def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answ
         tiers = storage_of(tiers_in(tmp_path), PLAIN)
     assert len(tiers) == 2
     disk = tiers[0]
-    assert "the disk tier waits for its storage, which does not answer" in caplog.text
+    assert "the disk tier waits for its storage or key, which does not answer" in caplog.text
     assert [(tier.is_resting, tier.takes_writes, tier.stats().num_bytes) for tier in tiers] == [(True, False, 0)] * 2
 
     async def scan() -> None:
@@ -88,6 +90,29 @@ def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answ
     assert [(tier.is_resting, tier.takes_writes) for tier in tiers] == [(False, True)] * 2
     assert disk.stats().num_bytes > 0
     for tier in tiers:
+        tier.close()
+
+
+def test_a_key_that_hangs_at_start_delays_all_storage_until_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_parts, "OPEN_S", 0.01)
+    key, config = tmp_path / "key", tiers_in(tmp_path).model_dump()
+    os.mkfifo(key, 0o600)
+    started = on_thread("start", lambda: storage_of(TiersConfig.model_validate(config | {"key_file": str(key)}), PLAIN))
+    try:
+        tiers = started.result(30.0)
+        assert [(tier.stats().is_open, tier.takes_writes) for tier in tiers] == [(False, False)] * 2
+        assert not list(tmp_path.rglob("twostroke-kv"))
+    finally:
+        key.write_bytes(bytes(32))
+    for tier in tiers:
+        assert isinstance(tier.blobs, OpeningBlobs)
+        assert tier.blobs.wait(60.0)
+        assert (tier.stats().is_open, tier.takes_writes) == (True, True)
+        cipher = tier.cipher()
+        assert cipher is not None
+        assert cipher.mark == ObjectCipher(bytes(32)).mark
         tier.close()
 
 
