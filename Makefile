@@ -57,10 +57,13 @@ LOCKED := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-build --cons
 locked = sed -n '/^$(1)==/,/[^\\]$$/p' constraints.lock > $(VENV)/$(1).txt && $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check --no-deps --only-binary :all: --require-hashes --requirement $(VENV)/$(1).txt
 
-# The project and these extras, by uv where that can be had.
-install = $(LOCKED) --editable '.[$(1)]' \
-	|| { echo "    uv can't be had or did not manage; pip is slower, and checks no hashes"; \
-		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'; }
+# The project and these extras, by uv where that can be had. A package with another hash than the lock's is installed by neither.
+install = if ! $(LOCKED) --editable '.[$(1)]' 2> $(VENV)/uv.log; then \
+		cat $(VENV)/uv.log >&2; \
+		if grep -q 'Hash mismatch' $(VENV)/uv.log; then exit 1; fi; \
+		echo "    uv can't be had or did not manage; pip is slower, and checks no hashes"; \
+		$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'; \
+	fi
 
 # Only a change of what is installed sets up anew, so that the second start is quick.
 $(SERVING): pyproject.toml constraints.txt constraints.lock

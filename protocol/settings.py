@@ -42,11 +42,10 @@ MIN_PLAIN_BYTES = 1024
 
 def _bytes(value: Any) -> Any:
     """Return the bytes of a text. A small number without a unit was meant in another: it raises ValueError."""
-    if isinstance(value, str):
-        return parse_size(value)
-    if type(value) is int and 0 < value < MIN_PLAIN_BYTES:
-        raise ValueError(f"{value} would be bytes: write a unit, such as {value}GiB")
-    return value
+    plain = str(value).strip().removesuffix(".0")
+    if plain.isdecimal() and 0 < int(plain) < MIN_PLAIN_BYTES:
+        raise ValueError(f"{value} would be bytes: write a unit, such as {plain}GiB")
+    return parse_size(value) if isinstance(value, str) else value
 
 
 ByteSize = Annotated[

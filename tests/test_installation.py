@@ -157,6 +157,26 @@ def test_what_is_set_up_stays_and_tests_add_their_part_to_what_serves(tmp_path: 
         assert installed_by("lint", folder=tmp_path) == for_test
 
 
+@pytest.mark.parametrize(("complaint", "by_pip"), [("Hash mismatch for `idna==3.10`", False), ("no route", True)])
+def test_a_package_with_another_hash_is_not_installed_by_pip_instead(
+    tmp_path: Path, complaint: str, by_pip: bool
+) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "constraints.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name, script in (("uv", f"echo '{complaint}' >&2; exit 2"), ("python", 'echo "$@" >> asked')):
+        (binaries / name).write_text(f"#!/bin/sh\n{script}\n")
+        (binaries / name).chmod(0o700)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of `make test`
+    done = subprocess.run(
+        ["make", ".venv/.serving"], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=60
+    )
+    assert complaint in done.stderr
+    assert (done.returncode == 0) == by_pip
+    assert ("--editable" in (tmp_path / "asked").read_text()) == by_pip
+
+
 def test_make_serve_sets_up_what_serving_and_load_tests_need_and_none_of_the_tests_tools() -> None:
     for target in ("serve", "cluster-demo", "bench"):
         assert installed_by("--always-make", target) == [SERVING]

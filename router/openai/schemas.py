@@ -68,6 +68,8 @@ def _as_list(value: Any) -> Any:
     """An empty string is no stop string, as in OpenAI's API."""
     if isinstance(value, str):
         return [value] if value else []
+    if not isinstance(value, list | None):
+        raise ValueError("must be a string or a list")
     return value
 
 

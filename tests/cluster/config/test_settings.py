@@ -104,11 +104,12 @@ def test_tokens_may_be_written_as_a_flag_takes_them() -> None:
         read_config({"model": {"max_context": "8kb"}})
 
 
-def test_bytes_that_were_meant_in_another_unit_are_refused() -> None:
+@pytest.mark.parametrize("written", [4, "4", 4.0])
+def test_bytes_that_were_meant_in_another_unit_are_refused(written: object) -> None:
     """vLLM's flag for the same counts GiB."""
     with pytest.raises(ConfigError) as caught:
-        read_config({"kv_cache": {"tiers": {"host_bytes": 4}}})
-    assert str(caught.value) == "kv_cache.tiers.host_bytes: 4 would be bytes: write a unit, such as 4GiB"
+        read_config({"kv_cache": {"tiers": {"host_bytes": written}}})
+    assert str(caught.value) == f"kv_cache.tiers.host_bytes: {written} would be bytes: write a unit, such as 4GiB"
     assert read_config({"kv_cache": {"tiers": {"host_bytes": 2**30}}}).kv_cache.tiers.host_bytes == 2**30
 
 

@@ -492,6 +492,12 @@ def message(**fields):
             "tools.0.input_schema: must be an object",
         ),
         ("/v1/completions", {"prompt": 5}, "prompt: must be a string or a list"),
+        (CHAT, {"stop": 5}, "stop: must be a string or a list"),
+        (
+            CHAT,
+            {"tools": [RAIN], "tool_choice": {"type": "custom"}},
+            "tool_choice: the type 'custom' is not supported: name a function, or allowed_tools",
+        ),
         ("/tokenize", {"prompt": 5}, "prompt: must be a string"),
     ],
     ids=str,
