@@ -50,7 +50,7 @@ def test_the_settings_travel_to_other_processes() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4GiB", 4 * GIB), ("1.5 TB", 1_500_000_000_000), ("500MB", 500_000_000), ("2 KiB", 2048), ("4096", 4096), (7000, 7000)],
+    [("4GiB", 4 * GIB), ("1.5 TB", 1_500_000_000_000), ("500MB", 500_000_000), ("4096", 4096), (7000, 7000)],
 )
 def test_a_size_is_a_number_of_bytes_or_has_a_unit(text: str | int, size: int) -> None:
     assert with_tiers({"host_bytes": text}).tiers.host_bytes == size
