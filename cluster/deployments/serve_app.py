@@ -44,18 +44,19 @@ _LOOK_BACK_S = 10.0  # of what routers noted, Serve's controller keeps so much; 
 
 
 @dataclass(frozen=True)
-class WorkerClasses:
-    """Replica classes of the workers. Tests deploy ones that can be harmed."""
+class ReplicaClasses:
+    """Replica classes of the deployments. Tests deploy ones that can be harmed."""
 
     prefill: type[PrefillReplica] = PrefillReplica
     decode: type[DecodeReplica] = DecodeReplica
-    arguments: tuple[Any, ...] = ()  # of their constructors, behind those that all have
+    router: type[RouterReplica] = RouterReplica
+    arguments: tuple[Any, ...] = ()  # of the workers' constructors, behind those that all have
 
 
-_SOUND = WorkerClasses()
+_SOUND = ReplicaClasses()
 
 
-def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _SOUND) -> Application:
+def application(config: ClusterConfig, secret: bytes, replicas: ReplicaClasses = _SOUND) -> Application:
     """The application's graph. Nothing starts before Serve runs it. Raises ConfigError for a wrong file of keys or chat
     template.
     """
@@ -68,17 +69,17 @@ def application(config: ClusterConfig, secret: bytes, workers: WorkerClasses = _
         options = worker_options(settings, section, grace_s=config.router.drain_grace_s)
         deployment = serve.deployment(replica, name=DEPLOYMENTS[role])
         app: Application = deployment.options(**options, **replica_options(config.counts[role], order)).bind(
-            settings, section.worker, secret, *workers.arguments
+            settings, section.worker, secret, *replicas.arguments
         )
         return app
 
-    handles = [worker_app("decode", workers.decode)]
+    handles = [worker_app("decode", replicas.decode)]
     if config.has_prefill:
-        handles.append(worker_app("prefill", workers.prefill))
+        handles.append(worker_app("prefill", replicas.prefill))
     fixed = WorkerCounts(config.router.replicas, config.router.replicas, config.router.replicas)
     options = {**router_options(config.router), **replica_options(fixed, order)}
     return (
-        serve.deployment(RouterReplica, name=ROUTER)
+        serve.deployment(replicas.router, name=ROUTER)
         .options(**options)
         .bind(RouterSettings.of(config), secret, *handles)
     )

@@ -36,6 +36,8 @@ SILENCES_S = (0.5, 1.0, 2.0, 4.0, 7.0)
 REFUSED_S = 3.0  # from a damaged chunk's leaving to its refusal
 BURST = 16  # requests
 DRAIN_S = 10.0  # in which the requests of a worker that drains leave it
+LOGS_FILL_S = 10.0  # in which a pipe that nobody reads fills
+LOGS_STALL_S = (3.0, 5.0)  # from then on
 ORDERED_S = (0.5, 2.0, 4.0)  # from an order's effect to the order that takes it back
 
 
@@ -303,6 +305,26 @@ class Injector:
             end = time.monotonic()
         return Injected("kill controller", "network", begin, end, f"pid {controllers[0]} gone") if gone else None
 
+    async def stall_logs(self) -> Injected | None:
+        """The collector of the replicas' logs reads nothing. Proof: the pipe is full. No stream may wait."""
+        pipe = self._server.log_pipe
+        before = await self._server.dropped_log_lines()
+        begin = time.monotonic()
+        pipe.stall()
+        try:
+            if not await comes(pipe.is_full, LOGS_FILL_S):
+                return None
+            seconds = self._draw.choice(LOGS_STALL_S)
+            await asyncio.sleep(seconds)
+            dropped = await self._server.dropped_log_lines()
+        finally:
+            pipe.collect()
+        end = time.monotonic()
+        num_dropped = sum(max(0, lines - before.get(worker, 0)) for worker, lines in dropped.items())
+        return Injected(
+            "stalled logs", "network", begin, end, f"full for {seconds:g} s, workers dropped {num_dropped} lines"
+        )
+
     async def harm_tier(self, what: str) -> Injected | None:
         """Change an object of a tier as a bad disk does, or another program. Proof: the file is another one."""
         begin = time.monotonic()
@@ -474,6 +496,7 @@ def small_lane(injector: Injector) -> Sequence[tuple[int, Strike]]:
         (1, injector.kill_router),
         (1, injector.stop_router),
         (1, injector.kill_controller),
+        (2, injector.stall_logs),
         *((2, functools.partial(injector.harm_tier, what)) for what in ("flip", "truncate", "swap", "delete")),
     ]
 

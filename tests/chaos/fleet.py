@@ -12,6 +12,7 @@ from typing import IO, Any
 
 import msgspec
 
+from tests.chaos.log_pipe import LOG_PIPE_VARIABLE, LogPipe
 from tests.chaos.orders import Control
 from tests.chaos.verdict import STEP_BOUND_S
 from twostroke.benchmarks.faults.load import ServerAddress
@@ -38,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     # Room for what runs at once, and not for every prompt of the run: KV has to travel.
     "prefill": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400, "max_step_s": STEP_BOUND_S},
     "decode": {"replicas": REPLICAS, "threads": 1, "num_blocks": 400, "max_step_s": STEP_BOUND_S},
+    "logging": {"to": "stdout"},  # each replica takes the run's pipe for it
     "router": {"replicas": REPLICAS, "body_timeout_s": 5.0, "send_timeout_s": SEND_TIMEOUT_S},
 }
 
@@ -76,6 +78,8 @@ class ServerUnderChaos:
     of the settings' KV tiers.
     """
 
+    log_pipe: LogPipe
+
     def __init__(self, settings: dict[str, Any], keys_file: Path, log: Path, tier_folders: Sequence[Path] = ()):
         (self.port,) = free_ports(1)
         self.keys_file = keys_file
@@ -109,6 +113,7 @@ class ServerUnderChaos:
     ) -> None:
         await asyncio.to_thread(self._end)
         await self.control.close()
+        self.log_pipe.close()
 
     async def status(self) -> dict[str, Any] | None:
         """Return a router's status; None where none answers."""
@@ -138,6 +143,11 @@ class ServerUnderChaos:
         status = await self.status() or {"workers": []}
         return {one["worker_id"] for one in status["workers"] if one["home_role"] == role and one["reachable"]}
 
+    async def dropped_log_lines(self) -> dict[str, int]:
+        """Return by worker the log lines that it has dropped."""
+        status = await self.status() or {"workers": []}
+        return {one["worker_id"]: one["stats"]["dropped_log_lines"] for one in status["workers"] if one["stats"]}
+
     async def owned_blocks(self) -> int:
         """Return the owned blocks of all workers; -1 where they are unknown."""
         status = await self.status()
@@ -155,7 +165,10 @@ class ServerUnderChaos:
         return processes_named("ServeController", descendants())
 
     def _begin(self, order: ServerOrder) -> "subprocess.Popen[bytes]":
-        self._output = self._log.open("wb")
+        self._output = self._log.open("wb", buffering=0)
+        pipe = self.keys_file.parent / "log-pipe"
+        self.log_pipe = LogPipe(pipe, self._output)
+        self.log_pipe.collect()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.chaos.fleet"],
             cwd=ROOT,
@@ -163,6 +176,7 @@ class ServerUnderChaos:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
                 "OMP_NUM_THREADS": "1",
+                LOG_PIPE_VARIABLE: str(pipe),
             },
             stdin=subprocess.PIPE,
             stdout=self._output,
@@ -197,11 +211,11 @@ def serve() -> None:
         # Ray may be imported now: its switches are set.
         from ray.serve import run
 
-        from tests.chaos.replicas import ChaosDecodeReplica, ChaosPrefillReplica
-        from twostroke.cluster.deployments.serve_app import WorkerClasses, application, cluster_secret
+        from tests.chaos.replicas import ChaosDecodeReplica, ChaosPrefillReplica, ChaosRouterReplica
+        from twostroke.cluster.deployments.serve_app import ReplicaClasses, application, cluster_secret
 
-        workers = WorkerClasses(ChaosPrefillReplica, ChaosDecodeReplica, (order.control,))
-        run(application(config, cluster_secret(), workers), name="twostroke", route_prefix="/")
+        replicas = ReplicaClasses(ChaosPrefillReplica, ChaosDecodeReplica, ChaosRouterReplica, (order.control,))
+        run(application(config, cluster_secret(), replicas), name="twostroke", route_prefix="/")
         while os.read(0, 4096):  # until our starter is gone
             pass
 

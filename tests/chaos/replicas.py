@@ -1,15 +1,19 @@
-"""The two kinds of worker as they are deployed, on a faulty network and with an agent that takes orders."""
+"""The replicas as they are deployed: workers on a faulty network and with an agent that takes orders, and all of them
+with a pipe for their logs."""
 
 import asyncio
 import dataclasses
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+from ray.serve.handle import DeploymentHandle
 
 from tests.chaos.faulty import FaultyNetwork, FaultyTransport, LinkFaults
+from tests.chaos.log_pipe import LOG_PIPE_VARIABLE
 from tests.chaos.orders import (
     Arrived,
     Cut,
@@ -23,7 +27,9 @@ from tests.chaos.orders import (
     Slow,
     Tamper,
 )
+from twostroke.cluster.config import process_logs
 from twostroke.cluster.config.worker_settings import WorkerSettings
+from twostroke.cluster.deployments.router import RouterReplica, RouterSettings
 from twostroke.cluster.deployments.workers import DecodeReplica, PrefillReplica, _WorkerReplica
 from twostroke.cluster.ranks.worker_parts import WorkerParts
 from twostroke.decode_worker.config import DecodeConfig
@@ -35,8 +41,16 @@ if TYPE_CHECKING:
     from twostroke.model.engine import ThreadEngine
     from twostroke.worker.role import WorkerRole
 
+MAX_QUEUED_LINES = 8
+"""Log lines that wait in a process. Few, so that a pipe that stalls for seconds has lines dropped."""
 PATIENCE_S = 4.0
 """Seconds that a fault waits for a message or a chunk to harm."""
+
+
+def log_to_pipe() -> None:
+    """Have this process log to the pipe of the chaos run, as `logging.to: stdout` does to that of its container."""
+    process_logs._CONTAINERS_OUTPUT = Path(os.environ[LOG_PIPE_VARIABLE])
+    process_logs._MOST_QUEUED = MAX_QUEUED_LINES
 
 
 class Agent:
@@ -123,6 +137,7 @@ class _Harmed(_WorkerReplica):
         return network
 
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
+        log_to_pipe()
         # Half of the decode workers are reached over TCP, as between machines; the others over shared memory.
         if settings.transport == "auto" and self._is_remote:
             settings = dataclasses.replace(settings, transport="tcp")
@@ -155,3 +170,17 @@ class ChaosDecodeReplica(_Harmed, DecodeReplica):
         self._control = control
         self._is_remote = os.getpid() % 2 == 0
         await super().__init__(settings, config, secret)
+
+
+class ChaosRouterReplica(RouterReplica):
+    """A router that logs to the run's pipe."""
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        settings: RouterSettings,
+        secret: bytes,
+        decode: DeploymentHandle,
+        prefill: DeploymentHandle | None = None,
+    ):
+        log_to_pipe()
+        await super().__init__(settings, secret, decode, prefill)
