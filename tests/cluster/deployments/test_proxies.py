@@ -36,7 +36,7 @@ def ids_of_answer(given: list[bytes]) -> tuple[list[bytes], list[bytes]]:
         answer.extend(value for name, value in message["headers"] if name == b"x-request-id")
 
     served = _apply_middlewares(RequestIds(app), http_middlewares())
-    scope = {"type": "http", "headers": [(b"x-request-id", one) for one in given]}
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"x-request-id", one) for one in given]}
     asyncio.run(served(scope, receive, send))
     return inside, answer
 
