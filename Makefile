@@ -3,7 +3,8 @@
 # make tools      nginx, HAProxy, Prometheus and Redis from Debian, for the tests of deploy/, and NIXL; `make test` asks for them itself
 # make test       everything that runs without a GPU: style, types, unit tests, simulation, faults, kernels, end to end
 # make test-models  the wide matrix of models, of which `make test` runs a thin slice
-# make test-clients  openai, anthropic, LangChain, LiteLLM and instructor, in an environment of their own, against a server
+# make test-clients  clients of other projects against a server: OpenAI's and Anthropic's, LangChain, LiteLLM, instructor, openai-agents,
+#                   aider, lm-eval, Claude Code and Codex, in 2.3 GB of environments of their own. Needs npm, too
 # make test-nixl  links by NIXL, and processes harmed while KV goes over them
 # make test-wide  more of the same: 7,000 seeds of the simulation, kernels compiled for more GPUs, answers to schemas, mutated calls, requests of all kinds
 # make chaos      10 minutes of a real server under load and faults; the last line is JSON. CHAOS_ARGS: --help lists them
@@ -23,6 +24,8 @@ SERVING_EXTRAS := serve,loadtest,tracing
 SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.set-up
 CLIENTS := build/clients-venv
+CLIENTS_AIDER := build/clients-aider
+CLIENTS_NPM := build/clients-npm
 ARGS ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
@@ -167,15 +170,24 @@ test-models: $(STAMP)
 	@$(PYTEST) tests/e2e -m models
 
 # Some minutes to set up, and of a server's time: not part of `make test`.
-test-clients: $(CLIENTS)/.set-up
+test-clients: $(STAMP) $(CLIENTS)/.set-up $(CLIENTS_AIDER)/.set-up $(CLIENTS_NPM)/.set-up
 	@echo "--> Clients that others wrote, against a server"
-	@$(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
+	@$(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini $(PYTEST_ARGS) tests/clients
 
-$(CLIENTS)/.set-up: $(STAMP) tests/clients/requirements.txt
-	@echo "--> Setting up $(CLIENTS)"
-	@$(PYTHON) -m venv --clear $(CLIENTS)
-	@{ test -x $(BIN)/uv && $(BIN)/uv pip install --quiet --python $(CLIENTS)/bin/python -r tests/clients/requirements.txt; } \
-		|| $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+$(CLIENTS)/.set-up: tests/clients/requirements.txt
+$(CLIENTS_AIDER)/.set-up: tests/clients/aider.txt
+$(CLIENTS)/.set-up $(CLIENTS_AIDER)/.set-up: | $(STAMP)
+	@echo "--> Setting up $(@D)"
+	@$(PYTHON) -m venv --clear $(@D)
+	@{ test -x $(BIN)/uv && $(BIN)/uv pip install --quiet --python $(@D)/bin/python -r $<; } \
+		|| $(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+$(CLIENTS_NPM)/.set-up: tests/clients/package.json
+	@echo "--> Setting up $(@D)"
+	@command -v npm >/dev/null || { echo "npm is missing: Claude Code and Codex come by it; install Node.js 22 or newer"; exit 1; }
+	@mkdir -p $(@D) && cp $< $(@D)
+	@npm install --prefix $(@D) --no-package-lock --no-audit --no-fund
 	@touch $@
 
 test-nixl: tools
