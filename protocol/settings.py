@@ -52,11 +52,18 @@ ByteSize = Annotated[
     int,
     Ge(0),
     BeforeValidator(_bytes),
-    WithJsonSchema({"anyOf": [{"type": "string", "pattern": _SIZE.pattern}, {"type": "integer", "minimum": 0}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "pattern": _SIZE.pattern, "examples": ["4GiB"]},
+                {"type": "integer", "minimum": 0},
+            ]
+        }
+    ),
 ]
 """Bytes, which a configuration may write as a text with a unit."""
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_COUNT = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)([kKmM]?)")
 _MULTIPLES = {"": 1, "k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
 
 
@@ -72,7 +79,14 @@ TokenCount = Annotated[
     int,
     Ge(1),
     BeforeValidator(lambda value: parse_count(value) if isinstance(value, str) else value),
-    WithJsonSchema({"anyOf": [{"type": "string", "pattern": _COUNT.pattern}, {"type": "integer", "minimum": 1}]}),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "pattern": _COUNT.pattern, "examples": ["8k"]},
+                {"type": "integer", "minimum": 1},
+            ]
+        }
+    ),
 ]
 """Tokens, which a configuration may write as 8k or 8K."""
 

@@ -189,9 +189,10 @@ class StepCostFit:
         return content.expected_s(self._costs)
 
 
-def _shape_of(content: StepContent) -> tuple[int, int]:
-    """Return what kernels are compiled for: the sizes of a step's parts, to a factor of two."""
-    return content.prompt_tokens.bit_length(), content.rows.bit_length()
+def _shape_of(content: StepContent) -> tuple[int, int, int]:
+    """Return what kernels are compiled for and times are known of: the sizes of a step's parts, to a factor of two, or
+    four for context."""
+    return content.prompt_tokens.bit_length(), content.rows.bit_length(), content.context_tokens.bit_length() // 2
 
 
 def _kind_of(content: StepContent) -> tuple[int, ...]:

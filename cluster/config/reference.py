@@ -132,7 +132,7 @@ def _range(field_schema: Mapping[str, Any]) -> str:
     if kind == "array":
         return "sections" if "$ref" in field_schema["items"] else _many(_range(field_schema["items"]))
     if kind == "string":
-        return "a text"
+        return "a text" + "".join(f" such as `{example}`" for example in field_schema.get("examples", ()))
     low, above = field_schema.get("minimum"), field_schema.get("exclusiveMinimum")
     high, below = field_schema.get("maximum"), field_schema.get("exclusiveMaximum")
     least = _plain(low) if above is None else f"above {_plain(above)}"

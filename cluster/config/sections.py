@@ -87,7 +87,7 @@ class ModelSection(Section):
     """Tokens of a block of the KV cache; null: 16 on CPUs, 64 on GPUs.
     Small ones waste less and share more of their prefixes; large ones travel in fewer pieces."""
     max_context: Annotated[TokenCount, Ge(2)] | None = None
-    """Tokens of a request's prompt and output together; null: what the model and the cache allow."""
+    """Tokens of a request's prompt and output together, at least 2; null: what the model and the cache allow."""
     generation_config: Literal["auto", "none"] = "auto"
     """auto: `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` of the model's `generation_config.json`
     count where a request leaves them out (docs/api.md#common-fields); none: OpenAI's defaults."""

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
-from twostroke.cluster.config.process_logs import log_to
+from twostroke.cluster.config.process_logs import close_logs, log_to
 from twostroke.cluster.ranks.rank_parts import RankOrder, RankParts, load_rank
 from twostroke.kvtransfer.ranks import RankTransfers
 from twostroke.kvtransfer.timeouts import run_until_lost
@@ -175,7 +175,8 @@ class _Rank:
 
 
 def _leave() -> NoReturn:
-    """End this process at once."""
+    """End this process at once, but for the lines that it has logged."""
+    close_logs()
     sys.stderr.flush()
     os._exit(1)
 

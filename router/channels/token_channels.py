@@ -391,8 +391,9 @@ class WorkerChannel:
                     case KVNotSent():
                         self.sendings.pop(message.request_id, _nothing)()
                     case StatsFrame():
+                        was_hung = self.stats is not None and self.stats.has_hung
                         self.stats = message.stats
-                        self._num_hung[self.info.role] += message.stats.has_hung
+                        self._num_hung[self.info.role] += message.stats.has_hung and not was_hung
                         self._listener.on_stats(self.info.peer, message.stats)
                     case BlocksHeld() | BlocksChanged():
                         self._hear_of_blocks(message)

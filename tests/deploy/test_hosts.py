@@ -262,7 +262,9 @@ def test_what_pip_installs_on_the_nodes_has_every_package() -> None:
 
 
 def test_what_is_installed_is_pinned_by_the_versions_that_tests_passed_with() -> None:
-    (install,) = (line for line in instructions("RUN") if "pip install" in line)
+    built, install = (line for line in instructions("RUN") if "pip install" in line)
+    assert "--require-hashes" in built
+    assert "pip wheel --no-cache-dir --no-deps --no-build-isolation" in built  # by the setuptools of the lock
     steps = [step for step in install.split("&&") if "pip install" in step]
     of_uv, of_torch, of_all = steps
     assert "--require-hashes" in of_uv

@@ -369,3 +369,13 @@ def test_a_step_contains_prompts_in_pairs_and_rows_in_contexts() -> None:
         SequenceStep((0,), 9, (), None, follows=0),
     ]
     assert StepContent.of(batch) == StepContent(14, 50 + 4 * 102, 2, 100 + 42 + 10)
+
+
+def test_a_step_is_familiar_only_at_a_context_like_those_that_it_had() -> None:
+    """Costs that short contexts do not tell would bound a long one's step too tightly, and call it hung."""
+    fit = StepCostFit()
+    for _ in range(200):
+        fit.add(StepContent(2048, 2048 * 1024.0, 0, 100), 0.2, is_plain=True)
+    fit.take_in()
+    assert fit.familiar_s(StepContent(2048, 2048 * 1024.0, 0, 100)) == pytest.approx(0.2, rel=0.2)
+    assert fit.familiar_s(StepContent(2048, 2048 * 120_000.0, 0, 119_000)) is None

@@ -370,6 +370,23 @@ async def test_blocks_are_asked_for_and_told_only_where_somebody_listens(channel
     assert [message.sequence for message in heard] == [1, 2]
 
 
+async def test_a_hung_engine_is_counted_once_however_often_it_is_told(channels_to, until):
+    told = []
+
+    def worker(connection, message):
+        welcome(connection, message)
+        if not told:
+            told.append(message)
+            for _ in range(3):
+                connection.send(StatsFrame(WorkerStats(has_hung=True)))
+            connection.send(StatsFrame(WorkerStats(has_hung=True, num_running=1)))
+
+    async with channels_to(worker) as (channels, info):
+        await channels.ensure(info)
+        await until(lambda: (stats := channels.stats(info.peer)) is not None and stats.num_running == 1)
+        assert channels.num_hung == {info.role: 1}
+
+
 async def test_after_a_gap_in_news_of_tiers_these_alone_are_asked_for(channels_to, until):
     asked = []
 
