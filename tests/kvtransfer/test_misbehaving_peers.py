@@ -266,6 +266,8 @@ async def raw_target(pair: Pair, *answers: Any, pings: int = 0) -> AsyncIterator
                 if isinstance(message, Commit):
                     for answer in answers:
                         connection.send(answer(message.transfer_id))
+                if isinstance(message, Abort):
+                    connection.send(message)  # as every target does, so that the source keeps its blocks no longer
         except ConnectionLost:
             await pending.close()
 
