@@ -401,11 +401,7 @@ class ChoicesWriter(StreamWriter):
         chunk = {**self._head, "object": self.chunk_name, "choices": choices, **more}
         if usage is not None or self._includes_usage:
             chunk["usage"] = usage
-        if self._is_obfuscated:
-            chunk["obfuscation"] = ""
-            missing = -len(encode_json(chunk)) % OBFUSCATED_BYTES
-            chunk["obfuscation"] = secrets.token_hex(missing // 2 + 1)[:missing]
-        return event(chunk)
+        return event(obfuscated(chunk) if self._is_obfuscated else chunk)
 
     def _prompt(self, index: int) -> dict[str, Any]:
         """The prompt of a choice, where the client wants to see tokens."""
@@ -557,6 +553,12 @@ def _joined(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
         first.prompt_logprobs,
         first.embedding,
     )
+
+
+def obfuscated(chunk: dict[str, Any]) -> dict[str, Any]:
+    """Pad a chunk with random characters to a multiple of `OBFUSCATED_BYTES`."""
+    missing = -len(encode_json({**chunk, "obfuscation": ""})) % OBFUSCATED_BYTES
+    return {**chunk, "obfuscation": secrets.token_hex(missing // 2 + 1)[:missing]}
 
 
 def event(chunk: Any) -> bytes:

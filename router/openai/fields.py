@@ -1,6 +1,7 @@
 """Base model and checks that the models of requests share, and the refusals of what they find wrong."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -104,8 +105,11 @@ _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
 """The names that the APIs have for a part of text."""
 
 
-def only(known: Collection[str], way_out: str, *, default: str | None = None) -> Callable[[Any], Any]:
-    """A validator of objects with a `type`: raises ValueError where it is none of `known`. `default`: of those without.
+def only(
+    known: Collection[str], way_out: str, *, default: str | None = None, beside: re.Pattern[str] | None = None
+) -> Callable[[Any], Any]:
+    """A validator of objects with a `type`: raises ValueError where it is none of `known`, nor matches `beside`.
+    `default`: of those without.
 
     The error says what is not supported and `way_out`, where pydantic would tell of all that might have been meant.
     """
@@ -117,7 +121,7 @@ def only(known: Collection[str], way_out: str, *, default: str | None = None) ->
         kind = value.get("type", default)
         if not isinstance(kind, str):
             raise ValueError("must have a type, which is a string")
-        if kind not in known:
+        if kind not in known and not (beside and beside.fullmatch(kind)):
             instead = f"text is of the type {' or '.join(texts)} here" if texts and kind in _TEXT_PARTS else way_out
             raise ValueError(f"the type {shown(kind)!r} is not supported: {instead}")
         return value

@@ -15,16 +15,7 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import ContextExceeded, TwostrokeError, public_error
 from twostroke.router.openai.answers import ChoiceDelta, StreamWriter, Usage, encode_json, named_event
-from twostroke.router.openai.fields import (
-    CacheControl,
-    CacheMark,
-    ShortText,
-    StrictModel,
-    Text,
-    longest_ttl,
-    only,
-    type_tag,
-)
+from twostroke.router.openai.fields import CacheMark, ShortText, StrictModel, Text, longest_ttl, only, type_tag
 from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
@@ -57,20 +48,30 @@ class TextBlock(StrictModel):
     cache_control: CacheMark = None
 
 
-class DocumentSource(StrictModel):
+class TextSource(StrictModel):
     """The text of a document."""
 
-    type: Literal["text", "content"]
+    type: Literal["text"]
     media_type: ShortText | None = None
-    data: Text | None = None  # of the type text
-    content: "Text | TextBlocks | None" = None  # of the type content
+    data: Text
+
+
+class ContentSource(StrictModel):
+    """The blocks of a document."""
+
+    type: Literal["content"]
+    content: "Text | TextBlocks"
 
 
 class DocumentBlock(StrictModel):
     """A document that is text."""
 
     type: Literal["document"]
-    source: Annotated[DocumentSource, BeforeValidator(only(("text", "content"), TEXT_ALONE))]
+    source: Annotated[
+        Annotated[TextSource, Tag("type text")] | Annotated[ContentSource, Tag("type content")],
+        Discriminator(type_tag),
+        BeforeValidator(only(("text", "content"), TEXT_ALONE)),
+    ]
     title: Text | None = None
     context: Text | None = None
     citations: Any = None
@@ -79,7 +80,7 @@ class DocumentBlock(StrictModel):
     @property
     def text(self) -> str:
         """The document's title, what is said about it, and its text."""
-        content = self.source.data or self.source.content or ""
+        content = self.source.data if isinstance(self.source, TextSource) else self.source.content
         said = content if isinstance(content, str) else "\n".join(block.text for block in content)
         return "\n\n".join(part for part in (self.title, self.context, said) if part)
 
@@ -256,7 +257,7 @@ class CountTokensRequest(SamplingFields):
         """Seconds for which the client wants the prompt's KV kept: the longest that any part asks for; 0: no wish."""
         return longest_ttl(self._cache_marks())
 
-    def _cache_marks(self) -> Iterator[CacheControl | None]:
+    def _cache_marks(self) -> Iterator[CacheMark]:
         yield self.cache_control
         yield from (tool.cache_control for tool in self.tools or ())
         for content in (self.system, *(message.content for message in self.messages)):

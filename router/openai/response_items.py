@@ -20,6 +20,7 @@ from twostroke.router.openai.answers import (
     encode_json,
     error_object,
     named_event,
+    obfuscated,
     token_logprobs,
 )
 from twostroke.router.openai.fields import StrictModel
@@ -150,6 +151,7 @@ class ResponsesWriter(StreamWriter):
         """`request` is what `body` was made of; the others are those of `ChoicesFormat`."""
         self._piece = tokenizer.piece
         self._has_tools = jobs[0].has_tools
+        self._is_obfuscated = body.is_obfuscated
         self._head = _head(request, jobs[0], model, created, service_tier)
         self._names = {
             name_within(namespace, tool.name): {"name": tool.name, "namespace": namespace}
@@ -181,7 +183,11 @@ class ResponsesWriter(StreamWriter):
         return self._written(self._failed(error))
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        return b"".join(named_event(one["type"], {**one, "sequence_number": next(self._numbers)}) for one in events)
+        return b"".join(self._event({**one, "sequence_number": next(self._numbers)}) for one in events)
+
+    def _event(self, written: Event) -> bytes:
+        is_padded = self._is_obfuscated and written["type"].endswith(".delta")
+        return named_event(written["type"], obfuscated(written) if is_padded else written)
 
     def _told(self, delta: ChoiceDelta) -> Iterator[Event]:
         if not self._has_begun:
@@ -290,11 +296,8 @@ def _head(
     request: ResponsesRequest, job: ChoiceJob, model: str, created: int, service_tier: str | None
 ) -> dict[str, Any]:
     """The fields that do not change while a response comes."""
-    text, reasoning, choice = (
-        request.text or ResponseTextFields(),
-        request.reasoning or ReasoningFields(),
-        request.tool_choice,
-    )
+    text, reasoning = request.text or ResponseTextFields(), request.reasoning or ReasoningFields()
+    choice = request.tool_choice
     form = text.format or TextFormat(type="text")
     head = {
         "id": f"resp_{secrets.token_hex(12)}",

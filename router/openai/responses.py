@@ -5,14 +5,16 @@ OpenAI's runs are left out, and their items are text for the model; functions wi
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from twostroke.router.openai.fields import PromptCacheFields, ShortText, StrictModel, Text, only, type_tag
-from twostroke.router.openai.schemas import MAX_LOGPROBS, TEXT_ALONE, ChatDraft, SamplingFields, Stop
-from twostroke.router.openai.tools import FunctionName
+from twostroke.router.openai.fields import PromptCacheFields, ShortText, StrictModel, Text, only, refusal, type_tag
+from twostroke.router.openai.schemas import MAX_LOGPROBS, TEXT_ALONE, ChatDraft, SamplingFields, Stop, StreamOptions
+from twostroke.router.openai.tools import MAX_NAME, FunctionName
 
 MAX_ITEMS = 4096
 MAX_PARTS = 256
@@ -33,20 +35,26 @@ Included = Literal[
 ]
 """Parts of an answer that clients may want. But for log-probabilities there are none here."""
 
-_OTHER_TOOLS = ("web_search", "web_search_preview", "local_shell", "custom", "tool_search", "image_generation")
-"""Types of tools that the model is not told of. Codex offers them whatever the server is."""
-_OTHER_ITEMS = (
-    *("web_search_call", "local_shell_call", "local_shell_call_output", "custom_tool_call", "custom_tool_call_output"),
-    *("tool_search_call", "tool_search_output", "image_generation_call"),
+_OTHER_TOOLS = re.compile(
+    "(web_search|web_search_preview|file_search|code_interpreter|computer|computer_use|computer_use_preview|mcp|shell"
+    "|local_shell|apply_patch|custom|tool_search|image_generation)(_[0-9]{4}_[0-9]{2}_[0-9]{2})?"
 )
-"""Types of the items of such tools."""
+"""Types of tools that the model is not told of, also with a date. Codex offers some whatever the server is."""
+_OTHER_ITEMS = re.compile(
+    "(web_search|file_search|code_interpreter|mcp|tool_search|image_generation)_call|tool_search_output"
+    "|(shell|local_shell|apply_patch|custom_tool)_call(_output)?|mcp_(list_tools|approval_request|approval_response)"
+)
+"""Types of the items of such tools. A computer's are left to errors: they have images."""
+MAX_TOLD = 32
+"""Most types of tools that an answer's header names."""
 _OTHER = "another type"
 
 
 def _tag(value: Any) -> str:
     """Return the tag of an item or a tool by its `type` (see `type_tag`): one for all that are left out."""
     tag = type_tag(value)
-    return _OTHER if tag.removeprefix("type ") in (*_OTHER_TOOLS, *_OTHER_ITEMS) else tag
+    kind = tag.removeprefix("type ")
+    return _OTHER if _OTHER_TOOLS.fullmatch(kind) or _OTHER_ITEMS.fullmatch(kind) else tag
 
 
 class ResponseTextPart(StrictModel):
@@ -156,9 +164,10 @@ Item = Annotated[
     Discriminator(_tag),
     BeforeValidator(
         only(
-            ("message", "function_call", "function_call_output", "reasoning", *_OTHER_ITEMS),
+            ("message", "function_call", "function_call_output", "reasoning"),
             "nothing is kept here, and functions are the only tools; send messages, reasoning, calls and outputs",
             default="message",
+            beside=_OTHER_ITEMS,
         )
     ),
 ]
@@ -186,7 +195,7 @@ _RUN_IT = "give a function, and run it yourself"
 PlainTool = Annotated[
     Annotated[FunctionTool, Tag("type function")] | Annotated[OtherTool, Tag(_OTHER)],
     Discriminator(_tag),
-    BeforeValidator(only(("function", *_OTHER_TOOLS), _RUN_IT)),
+    BeforeValidator(only(("function",), _RUN_IT, beside=_OTHER_TOOLS)),
 ]
 
 
@@ -204,7 +213,7 @@ Tool = Annotated[
     | Annotated[NamespaceTool, Tag("type namespace")]
     | Annotated[OtherTool, Tag(_OTHER)],
     Discriminator(_tag),
-    BeforeValidator(only(("function", "namespace", *_OTHER_TOOLS), _RUN_IT)),
+    BeforeValidator(only(("function", "namespace"), _RUN_IT, beside=_OTHER_TOOLS)),
 ]
 
 
@@ -213,13 +222,15 @@ class NamedFunction(StrictModel):
 
     type: Literal["function"]
     name: FunctionName
+    namespace: FunctionName | None = None
 
 
 class AllowedTool(StrictModel):
     """A tool that may be called; only functions have a name."""
 
-    type: ShortText
+    type: FunctionName  # a word, as names are
     name: FunctionName | None = None
+    namespace: FunctionName | None = None
 
 
 class AllowedFunctions(StrictModel):
@@ -231,9 +242,11 @@ class AllowedFunctions(StrictModel):
 
 
 ChosenTools = Annotated[
-    Annotated[NamedFunction, Tag("type function")] | Annotated[AllowedFunctions, Tag("type allowed_tools")],
-    Discriminator(type_tag),
-    BeforeValidator(only(("function", "allowed_tools"), "name a function of tools, or allowed_tools")),
+    Annotated[NamedFunction, Tag("type function")]
+    | Annotated[AllowedFunctions, Tag("type allowed_tools")]
+    | Annotated[OtherTool, Tag(_OTHER)],
+    Discriminator(_tag),
+    BeforeValidator(only(("function", "allowed_tools"), "name a function, or allowed_tools", beside=_OTHER_TOOLS)),
 ]
 
 
@@ -289,10 +302,11 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         (
             *("user", "safety_identifier", "prompt_cache_options"),
-            *("max_tool_calls", "stream_options", "access_programs", "image", "client_metadata"),
+            *("max_tool_calls", "access_programs", "image", "client_metadata"),
         )
     )
 
+    stream_options: StreamOptions | None = None
     input: Text | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -309,7 +323,7 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
     @property
     def left_out_tools(self) -> list[str]:
         tools = [tool for one in self.tools or () for tool in (one.tools if isinstance(one, NamespaceTool) else [one])]
-        return [*dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool))]
+        return [*dict.fromkeys(tool.type for tool in tools if isinstance(tool, OtherTool))][:MAX_TOLD]
 
     @property
     def functions(self) -> Iterator[tuple[str, str | None, FunctionTool]]:
@@ -322,6 +336,16 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
                     if isinstance(tool, FunctionTool):
                         yield f"tools.{i}.tools.{j}", one.name, tool
 
+    def _chat_name(self, chosen: NamedFunction | AllowedTool, param: str) -> str | None:
+        """The name in the chat of the function that is chosen, by its own name where only one has it."""
+        names = {name_within(namespace, tool.name): tool.name for _, namespace, tool in self.functions}
+        if chosen.name is None or chosen.name in names or chosen.namespace is not None:
+            return chosen.name and name_within(chosen.namespace, chosen.name)
+        found = [full for full, name in names.items() if name == chosen.name]
+        if len(found) > 1:
+            raise refusal(f"{param}.name", f"is the name of {len(found)} functions: give its namespace beside it")
+        return found[0] if found else chosen.name
+
     def draft(self) -> ChatDraft:
         """The chat that this is."""
         draft = ChatDraft(self, _NAME_OF_CHAT_FIELD)
@@ -333,22 +357,20 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
             _add_items(draft, self.input)
         tools = list[dict[str, Any]]()
         for path, namespace, tool in self.functions:
+            if len(name_within(namespace, tool.name)) > MAX_NAME:
+                raise refusal(f"{path}.name", f"namespace and name together have at most {MAX_NAME - 2} characters")
             draft.name(f"tools.{len(tools)}.function", path)
             tools.append(_chat_tool(tool, namespace))
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = _chat_choice(choice.name)
-        elif isinstance(choice, AllowedFunctions):
-            choice = _chat_allowed(draft, choice)
         text, reasoning = self.text or ResponseTextFields(), self.reasoning or ReasoningFields()
         wants_logprobs = bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
         draft.set(
+            stream_options=self.stream_options and self.stream_options.model_dump(),
             max_completion_tokens=self.max_output_tokens,
             stop=self.stop,
             logprobs=wants_logprobs or None,
             top_logprobs=self.top_logprobs,
             tools=None if self.tools is None else tools,
-            tool_choice=choice,
+            tool_choice=self._chosen(draft),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if text.format is None else _chat_format(text.format),
             verbosity=text.verbosity,
@@ -358,14 +380,43 @@ class ResponsesRequest(SamplingFields, PromptCacheFields):
         )
         return draft
 
+    def _chosen(self, draft: ChatDraft) -> Any:
+        """Return the chat's choice of tools. Those that are left out are never called, so it has to have functions."""
+        choice, param, others = self.tool_choice, "tool_choice", list[str]()
+        if isinstance(choice, NamedFunction):
+            return _chat_choice(self._chat_name(choice, param))
+        if isinstance(choice, OtherTool):
+            others = [choice.type]
+        elif isinstance(choice, AllowedFunctions):
+            path, tools = "tool_choice.allowed_tools", list[dict[str, Any]]()
+            draft.name(path, param)
+            for i, tool in enumerate(choice.tools):
+                if tool.type == "function":
+                    draft.name(f"{path}.tools.{len(tools)}.function", f"{param}.tools.{i}")
+                    tools.append(_chat_choice(self._chat_name(tool, f"{param}.tools.{i}")))
+            if tools:
+                return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+            param, others = f"{param}.tools", [tool.type for tool in choice.tools]
+        elif choice == "required" and not any(self.functions):
+            others = self.left_out_tools
+        if others:
+            kinds = ", ".join(dict.fromkeys(others[:MAX_TOLD]))
+            raise refusal(param, f"has no function: tools of the type {kinds} are left out; name a function, or auto")
+        return choice
 
-def _add_items(
-    draft: ChatDraft, items: Sequence[MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | OtherItem]
-) -> None:
-    """Add the messages that these items are. What a model thought, said and called in one turn is one message."""
+
+AnyItem = MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | OtherItem
+
+
+def _add_items(draft: ChatDraft, items: Sequence[AnyItem]) -> None:
+    """Add the messages that these items are. What a model thought, said and called in one turn is one message.
+
+    Of outputs in a row those of functions come first: templates want them right behind the calls.
+    """
     turn: dict[str, Any] | None = None  # the model's, which may go on
-    for i, item in enumerate(items):
-        origin = f"input.{i}"
+    runs = groupby(range(len(items)), lambda i: isinstance(items[i], FunctionOutputItem) or _is_result(items[i]))
+    for i in (i for _, run in runs for i in sorted(run, key=lambda i: _is_result(items[i]))):
+        item, origin = items[i], f"input.{i}"
         match item:
             case ReasoningItem():
                 thoughts = "\n".join(part.text for part in item.content or ())
@@ -378,13 +429,16 @@ def _add_items(
                 draft.name(f"messages.{len(draft.messages) - 1}.tool_calls.{len(calls)}", origin)
                 function = {"name": item.chat_name, "arguments": item.arguments}
                 calls.append({"id": item.call_id, "type": "function", "function": function})
-            case OtherItem() if item.type.endswith("_output"):
+            case OtherItem() if _is_result(item):
                 turn = None
                 draft.add({"role": "user", "content": item.text}, origin)
             case OtherItem() | MessageItem(role="assistant"):
-                if turn is None or "content" in turn or "tool_calls" in turn:
-                    turn = draft.add({"role": "assistant"}, origin)
-                turn["content"] = item.text if isinstance(item, OtherItem) else _chat_content(item.content)
+                more = _parts(item.text if isinstance(item, OtherItem) else _chat_content(item.content))
+                content = turn.get("content", []) if turn else []
+                is_next = isinstance(item, MessageItem) and content and turn and "tool_calls" not in turn
+                if turn is None or is_next or len(content) + len(more) > MAX_PARTS:
+                    turn, content = draft.add({"role": "assistant"}, origin), []
+                turn["content"] = content + more
                 draft.name(f"messages.{len(draft.messages) - 1}.content", f"{origin}.content")
             case MessageItem():
                 turn = None
@@ -394,6 +448,15 @@ def _add_items(
                 message = {"role": "tool", "tool_call_id": item.call_id, "content": _chat_content(item.output)}
                 draft.add(message, origin)
                 draft.name(f"messages.{len(draft.messages) - 1}.content", f"{origin}.output")
+
+
+def _is_result(item: AnyItem) -> bool:
+    """Return whether the client says what a tool that is left out has brought."""
+    return isinstance(item, OtherItem) and item.type.endswith(("_output", "_response"))
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _chat_content(content: str | Sequence[ResponseTextPart | ResponseRefusalPart]) -> str | list[dict[str, str]]:
@@ -415,17 +478,6 @@ def _chat_tool(tool: FunctionTool, namespace: str | None) -> dict[str, Any]:
 
 def _chat_choice(name: str | None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
-
-
-def _chat_allowed(draft: ChatDraft, choice: AllowedFunctions) -> dict[str, Any]:
-    """Return the chat's choice of these functions. Other tools are never called."""
-    path = "tool_choice.allowed_tools"
-    functions = [(i, tool) for i, tool in enumerate(choice.tools) if tool.type == "function"]
-    draft.name(path, "tool_choice")
-    for number, (i, _) in enumerate(functions):
-        draft.name(f"{path}.tools.{number}.function", f"tool_choice.tools.{i}")
-    allowed = {"mode": choice.mode, "tools": [_chat_choice(tool.name) for _, tool in functions]}
-    return {"type": choice.type, "allowed_tools": allowed}
 
 
 def _chat_format(form: TextFormat) -> dict[str, Any]:

@@ -22,7 +22,9 @@ MAX_DOCUMENTS = 256
 
 _RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+MAX_NAME = 128
+"""Most characters of a function's name."""
+FunctionName = Annotated[str, Field(pattern=rf"^[A-Za-z0-9_-]{{1,{MAX_NAME}}}$")]
 
 
 class FunctionSpec(StrictModel):

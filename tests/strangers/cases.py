@@ -419,6 +419,12 @@ def _clients() -> Iterator[Case]:
         {"type": "local_shell"},
         {"type": "custom", "name": "p"},
         {"type": "tool_search"},
+        {"type": "web_search_preview_2025_03_11"},
+        {"type": "file_search", "vector_store_ids": ["vs_1"]},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+        {"type": "mcp", "server_label": "a", "server_url": "http://127.0.0.1:1"},
+        {"type": "apply_patch"},
+        {"type": "shell"},
     )
     for tool in left_out:
         body = RESPONSE | {"tools": [_FUNCTION, tool], "tool_choice": "auto"}
@@ -431,6 +437,8 @@ def _clients() -> Iterator[Case]:
         {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"], "store": False},
         {"tools": [_FUNCTION], "tool_choice": "required", "text": {"format": _SCHEMA_FORM | {"name": "n"}}},
         {"tools": [_FUNCTION], "tool_choice": allowed},
+        {"tool_choice": allowed, "tools": [_NAMESPACE]},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
     ):
         yield _post(f"Responses: {str(more)[:60]}", "/v1/responses", RESPONSE | more, answered)
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA_FORM["schema"]}}

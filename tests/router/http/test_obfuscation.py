@@ -41,3 +41,22 @@ async def test_chunks_are_padded_at_random_to_few_sizes_where_that_is_asked_for(
         paddings = [json.loads(one)["obfuscation"] for one in padded]
         assert len(set(paddings)) == len(paddings)
         assert not any("obfuscation" in json.loads(one) for one in plain), "it is off by default"
+
+
+async def test_the_deltas_of_a_response_are_padded_alike(site_of) -> None:
+    async with site_of(1, 1) as site:
+        told = {}
+        for is_padded in (False, True):
+            options = {"include_obfuscation": is_padded}
+            body = {"input": "a", "max_output_tokens": 12, "seed": 1, "ignore_eos": True, "stream": True}
+            answer = await site.http.post("/v1/responses", json={**body, "stream_options": options})
+            assert answer.status_code == 200, answer.text
+            events = [line[6:] for line in answer.content.split(b"\n") if line.startswith(b"data: ")]
+            deltas = [one for one in events if json.loads(one)["type"].endswith(".delta")]
+            told[is_padded] = [json.loads(one)["delta"] for one in deltas]
+            assert {"obfuscation" in json.loads(one) for one in deltas} == {is_padded}
+            assert sum(b'"obfuscation"' in one for one in events) == (len(deltas) if is_padded else 0)
+        assert told[True] == told[False]
+        assert {len(one) % OBFUSCATED_BYTES for one in deltas} == {0}
+        paddings = [json.loads(one)["obfuscation"] for one in deltas]
+        assert len(set(paddings)) == len(paddings)

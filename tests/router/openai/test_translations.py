@@ -31,6 +31,14 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"type": "function", "name": "weather", "description": "Of a city", "parameters": SCHEMA}
 CHAT_TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": SCHEMA}}
 CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+NAMESPACE = {"type": "namespace", "name": "mcp__ulm__", "tools": [FUNCTION]}
+OTHER_NAMESPACE = {"type": "namespace", "name": "mcp__bonn", "tools": [FUNCTION]}
+CALL_ITEM = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Ulm"}'}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+PATCH_ITEM = {"type": "custom_tool_call", "call_id": "c2", "name": "p", "input": "x"}
+PATCHED_ITEM = {"type": "custom_tool_call_output", "call_id": "c2", "output": "y"}
+PATCH_TEXT = '{"type":"custom_tool_call","call_id":"c2","name":"p","input":"x"}'
+PATCHED_TEXT = '{"type":"custom_tool_call_output","call_id":"c2","output":"y"}'
 TEXT_PART = {"type": "text", "text": "hi"}
 
 
@@ -107,6 +115,83 @@ def test_a_response_is_a_chat(fields, chat):
 
 
 @pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        ([CALL_ITEM, PATCH_ITEM], [PATCH_TEXT]),
+        ([PATCH_ITEM, CALL_ITEM], [PATCH_TEXT]),
+        ([{"role": "assistant", "content": "hm"}, PATCH_ITEM, CALL_ITEM, PATCH_ITEM], ["hm", PATCH_TEXT, PATCH_TEXT]),
+        ([CALL_ITEM, {"role": "assistant", "content": "hm"}], ["hm"]),
+    ],
+)
+@pytest.mark.parametrize("outputs", [[OUTPUT_ITEM, PATCHED_ITEM], [PATCHED_ITEM, OUTPUT_ITEM]])
+def test_results_of_functions_are_right_behind_the_calls_whatever_else_the_turn_has(calls, says, outputs):
+    user = {"role": "user", "content": "Ulm?"}
+    made = chat_of(ResponsesRequest.model_validate({"input": [user, *calls, *outputs, user]}))
+    parts = [{"type": "text", "text": text} for text in says]
+    assert made["messages"] == [
+        user,
+        {"role": "assistant", "content": parts, "tool_calls": [CHAT_CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "user", "content": PATCHED_TEXT},
+        user,
+    ]
+
+
+def test_a_turn_with_more_parts_than_a_message_may_have_is_several_messages():
+    made = chat_of(ResponsesRequest.model_validate({"input": [PATCH_ITEM] * 600}))
+    assert [len(one["content"]) for one in made["messages"]] == [256, 256, 88]
+
+
+@pytest.mark.parametrize(
+    ("tools", "named", "full"),
+    [
+        ([NAMESPACE], {"name": "weather"}, "mcp__ulm__weather"),
+        ([NAMESPACE], {"name": "mcp__ulm__weather"}, "mcp__ulm__weather"),
+        ([OTHER_NAMESPACE, NAMESPACE], {"name": "weather", "namespace": "mcp__ulm__"}, "mcp__ulm__weather"),
+        ([NAMESPACE, FUNCTION], {"name": "weather"}, "weather"),
+    ],
+)
+def test_a_function_within_a_namespace_is_chosen_by_its_own_name(tools, named, full):
+    chosen = {"type": "function", **named}
+    body = ResponsesRequest.model_validate({"input": "hi", "tools": tools, "tool_choice": chosen})
+    assert chat_of(body)["tool_choice"] == {"type": "function", "function": {"name": full}}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [chosen]}
+    body = ResponsesRequest.model_validate({"input": "hi", "tools": tools, "tool_choice": allowed})
+    (tool,) = chat_of(body)["tool_choice"]["allowed_tools"]["tools"]
+    assert tool["function"]["name"] == full
+
+
+OTHER_TOOLS = (
+    *("web_search_preview_2025_03_11", "web_search_2025_08_26", "file_search", "code_interpreter", "mcp"),
+    *("apply_patch", "shell", "computer_use_preview", "web_search", "local_shell", "image_generation"),
+)
+
+
+@pytest.mark.parametrize("kind", OTHER_TOOLS)
+def test_tools_that_no_server_of_ours_offers_are_left_out_with_their_items(kind):
+    body = ResponsesRequest.model_validate({"input": "hi", "tools": [FUNCTION, {"type": kind}]})
+    assert body.left_out_tools == [kind]
+    assert chat_of(body)["tools"] == [CHAT_TOOL]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["file_search_call", "code_interpreter_call", "mcp_call", "mcp_list_tools", "apply_patch_call", "shell_call"],
+)
+def test_items_of_such_tools_are_the_models_text(kind):
+    (message,) = chat_of(ResponsesRequest.model_validate({"input": [{"type": kind, "id": "a", "name": "b"}]}))[
+        "messages"
+    ]
+    assert message["role"] == "assistant"
+    assert message["content"][0]["text"] == f'{{"type":"{kind}","name":"b"}}'
+
+
+def test_an_answers_header_names_a_bounded_number_of_types():
+    tools = [{"type": f"web_search_20{i:02}_01_01"} for i in range(100)]
+    assert len(ResponsesRequest.model_validate({"input": "hi", "tools": tools}).left_out_tools) == 32
+
+
+@pytest.mark.parametrize(
     ("fields", "chat"),
     [
         (
@@ -174,7 +259,34 @@ def test_a_message_is_a_chat(fields, chat):
         ({"truncation": "auto"}, "truncation", "leave out old items"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "'item_reference' is not supported"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "'input_image'"),
-        ({"tools": [FUNCTION, {"type": "file_search"}]}, "tools.1", "run it yourself"),
+        ({"tools": [FUNCTION, {"type": "web_searches"}]}, "tools.1", "run it yourself"),
+        ({"tools": [FUNCTION, {"type": "web_search_2025"}]}, "tools.1", "run it yourself"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice", "type web_search are left out"),
+        (
+            {"tools": [{"type": "mcp"}, {"type": "shell"}], "tool_choice": "required"},
+            "tool_choice",
+            "type mcp, shell are left out",
+        ),
+        (
+            {
+                "tools": [FUNCTION],
+                "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "file_search"}]},
+            },
+            "tool_choice.tools",
+            "type file_search are left out",
+        ),
+        (
+            {"tools": [NAMESPACE, OTHER_NAMESPACE], "tool_choice": {"type": "function", "name": "weather"}},
+            "tool_choice.name",
+            "give its namespace",
+        ),
+        (
+            {"tools": [FUNCTION, {**NAMESPACE, "name": "n" * 60, "tools": [{**FUNCTION, "name": "f" * 67}]}]},
+            "tools.1.tools.0.name",
+            "namespace and name together have at most 126 characters",
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": 3}}, "stream_options.include_obfuscation", "true"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options", "stream: true"),
         ({"tools": [{**FUNCTION, "name": "no name"}]}, "tools.0.name", "pattern"),
         ({"input": [{"role": "king", "content": "a"}]}, "input.0.role", "'user'"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'low'"),

@@ -149,6 +149,13 @@ async def test_documents_of_text_are_a_part_of_the_prompt(site, speaker):
     assert refusal.json()["error"]["message"].startswith("messages.0.content.0.source: the type 'base64' is not")
 
 
+@pytest.mark.parametrize(("kind", "name"), [("text", "data"), ("content", "content")])
+async def test_a_document_without_its_text_is_refused(site, kind, name):
+    document = {"type": "document", "source": {"type": kind}}
+    refusal = await post(site, MESSAGES, {**MESSAGE, "messages": [{"role": "user", "content": [document]}]})
+    assert refusal.json()["error"]["message"] == f"messages.0.content.0.source.{name}: is required"
+
+
 async def test_answers_of_anthropics_api_have_their_id_under_its_name(site):
     for path, body in ((MESSAGES, MESSAGE), (MESSAGES, {**MESSAGE, "stream": True}), (MESSAGES, {"max_tokens": 0})):
         answer = await post(site, path, body, **{"x-request-id": "r-1"})
