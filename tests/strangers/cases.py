@@ -506,7 +506,7 @@ def _places() -> Iterator[Case]:
             {"input": [{"role": "user", "content": [{"type": "text"}]}]},
             ("input.0.content.0", "input_text"),
         ),
-        ("responses", RESPONSE | {"tools": [{"type": "file_search"}]}, ("tools.0", "'file_search' is not supported")),
+        ("responses", RESPONSE | {"tools": [{"type": "retrieval"}]}, ("tools.0", "'retrieval' is not supported")),
         ("responses", RESPONSE | {"input": _LONG}, ("This model's maximum context length is",)),
         ("messages", MESSAGE | {"messages": [part]}, ("messages.0.content.0.text: must be a string",)),
         ("messages", MESSAGE | {"messages": [{"role": "king", "content": "a"}]}, ("'user', 'assistant' or 'system'",)),
