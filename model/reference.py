@@ -19,7 +19,6 @@ from twostroke.model.backend import (
     GroupNorm,
     HeadNorms,
     KVScales,
-    LatentHeads,
     LayerNorm,
     RowNorms,
 )
@@ -203,26 +202,6 @@ def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionF
     return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables, form)
 
 
-def decode_attention(
-    q: Tensor, kv_layer: Tensor, context_lens: Tensor, block_tables: Tensor, form: AttentionForm
-) -> Tensor:
-    """`paged_attention` with one query a sequence: q [B, H, D] -> [B, H * D]; zeros for an empty context."""
-    query_starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
-    return paged_attention(q, kv_layer, query_starts, context_lens, block_tables, form)
-
-
-def write_latents(
-    rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor
-) -> None:
-    """rows [T, R + P] with the latents normalised and the rest rotated go to the beginnings of rows of `kv_layer`
-    [num_blocks, 1, 1, block_size, R + P or more] at `slots`, but for negative ones."""
-    rank, block_size = len(norm), kv_layer.shape[3]
-    turned = rope(rows[:, None, rank:], positions, cos_sin)[:, 0]
-    kept = slots >= 0
-    written = torch.cat((rms_norm(rows[:, :rank], norm, eps), turned), dim=1)[kept]
-    kv_layer[slots[kept] // block_size, 0, 0, slots[kept] % block_size, : written.shape[1]] = written
-
-
 def write_index_keys(keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> None:
     """keys [T, width], normalised and their last P numbers rotated, go to the ends of rows of `kv_layer` at the
     layout's slots."""
@@ -231,55 +210,6 @@ def write_index_keys(keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: T
     turned = _turned(normed[:, None, width - rotary :], layout.positions, cos_sin)[:, 0]
     written = torch.cat((normed[:, : width - rotary], turned), dim=1).to(kv_layer.dtype)
     kv_layer.view(-1, row)[:, row - width :].index_copy_(0, layout.slots, written)
-
-
-def absorb(q: Tensor, heads: LatentHeads, cos_sin: Tensor, positions: Tensor) -> Tensor:
-    """q [T, H (N + P)] -> [T, H, R + P]: queries ready for latents as the cache stores them."""
-    still, turning = _parts_of_queries(q, heads)
-    absorbed = torch.einsum("thn,hnr->thr", still.float(), heads.keys.float()).to(q.dtype)
-    return torch.cat((absorbed, rope(turning, positions, cos_sin)), dim=2)
-
-
-def attend_to_latents(
-    q: Tensor,
-    heads: LatentHeads,
-    cos_sin: Tensor,
-    kv_layer: Tensor,
-    layout: BatchLayout,
-    chosen: Tensor | None = None,
-) -> Tensor:
-    """q [T, H (N + P)] -> [T, H V]: attention to keys and values that are made of the context's latents (DeepSeek-AI
-    2024, equations 9 to 19), all in fp32, rounded once; where slots are `chosen`, to those alone."""
-    still, turning = _parts_of_queries(q, heads)
-    queries = torch.cat((still.float(), rope(turning.float(), layout.positions, cos_sin)), dim=2)
-    rank, block_size = heads.keys.shape[2], kv_layer.shape[3]
-    count, _, width = len(q), *heads.values.shape[1:]
-    out = torch.zeros(count, heads.keys.shape[0], width, dtype=q.dtype, device=q.device)
-    starts = layout.query_starts.tolist()
-    for sequence, context in enumerate(layout.context_lens.tolist()):
-        start, end = starts[sequence], starts[sequence + 1]
-        tokens = torch.arange(context, device=q.device)
-        blocks = layout.block_tables[sequence, tokens // block_size].long()
-        rows = kv_layer[blocks, 0, 0, tokens % block_size].float()
-        k = torch.einsum("kr,hnr->khn", rows[:, :rank], heads.keys.float())
-        v = torch.einsum("kr,hrv->khv", rows[:, :rank], heads.values.float())
-        turned = rows[:, None, rank : rank + cos_sin.shape[1]]
-        k = torch.cat((k, turned.expand(-1, k.shape[1], -1)), dim=2)
-        scores = torch.einsum("qhd,khd->hqk", queries[start:end], k) * heads.scale
-        hidden = tokens > torch.arange(context - (end - start), context, device=q.device).unsqueeze(1)
-        if chosen is not None:
-            slots = blocks * block_size + tokens % block_size
-            hidden |= ~(slots[None, :, None] == chosen[start:end, None]).any(2)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        out[start:end] = torch.einsum("hqk,khv->qhv", weights, v).to(q.dtype)
-    return out.flatten(1)
-
-
-def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
-    """[T, H, N] and [T, H, P]."""
-    count, still, _ = heads.keys.shape
-    whole = q.view(len(q), count, -1)
-    return whole[..., :still], whole[..., still:]
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:

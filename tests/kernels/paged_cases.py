@@ -8,6 +8,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from tests.rigs import latent_reference
 from twostroke.model import reference
 from twostroke.model.backend import (
     AS_THEY_ARE,
@@ -133,7 +134,7 @@ class LatentCase:
     layout: BatchLayout
 
     def expected(self, chosen: Tensor | None = None) -> Tensor:
-        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout, chosen)
+        return latent_reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout, chosen)
 
     def some(self, count: int) -> Tensor:
         """Return slots of so many random tokens for each query, those that it sees first."""
@@ -233,7 +234,7 @@ class ReferenceBackend:
     def write_latents(
         self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> None:
-        reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
+        latent_reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
 
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> LatentAttention:
         assert parts is None
@@ -241,7 +242,7 @@ class ReferenceBackend:
         def attend(
             q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
         ) -> Tensor:
-            return reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout, chosen)
+            return latent_reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout, chosen)
 
         return attend
 

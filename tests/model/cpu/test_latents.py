@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_cases import LatentCase, latent_case, over_ranks
+from tests.rigs import latent_reference
 from twostroke.model import reference
 from twostroke.model.architectures import context_index
 from twostroke.model.backend import LayerNorm
@@ -118,6 +119,6 @@ def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.d
     layout = case.layout
     layout.slots[3] = -1  # another rank's
     write_latents(Launcher(), rows, norm, 1e-6, case.cos_sin, written, layout)
-    reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
+    latent_reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
