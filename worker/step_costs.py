@@ -123,7 +123,7 @@ class StepCostFit:
         self._num_told = 0
         self._num_samples = 0
         self._num_pending = 0
-        self._shapes: Counter[tuple[int, int]] = Counter()  # steps that have run, by their shape
+        self._shapes: Counter[tuple[int, int, int]] = Counter()  # steps that have run, by their shape
         self._kinds: dict[tuple[int, ...], _Kind] = {}  # the one with the newest sample last
         self._solution: Array | None = None
         self._costs: StepCosts | None = None
