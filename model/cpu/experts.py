@@ -54,19 +54,20 @@ class _Stack:
         self._launcher = launcher
         beyond = -self.out_features % gemm.PANEL_COLUMNS
 
-        def padded(rows: Tensor) -> Tensor:
+        def padded(rows: Tensor, value: float = 0.0) -> Tensor:
             """[number * out, ...] -> [number * whole panels, ...]"""
             if not beyond:
                 return rows.contiguous()
             each = rows.view(number, self.out_features, -1)
-            return functional.pad(each, (0, 0, 0, beyond)).flatten(0, 1)
+            return functional.pad(each, (0, 0, 0, beyond), value=value).flatten(0, 1)
 
         self._packed: Tensor | packing.PackedWeight
         if isinstance(weight, QuantizedWeight):
             offsets = None if weight.offsets is None else padded(weight.offsets)
             values = padded(weight.values.view(torch.int8)).view(weight.values.dtype)
             scales = padded(weight.scales)
-            self._packed = packing.pack(replace(weight, values=values, scales=scales, offsets=offsets))
+            units = None if weight.units is None else padded(weight.units.reshape(-1, 1), 1.0)[:, 0]
+            self._packed = packing.pack(replace(weight, values=values, scales=scales, offsets=offsets, units=units))
         elif quantization in ("auto", "none"):
             self._packed = gemm.pack(padded(weight))
         else:

@@ -103,7 +103,10 @@ class _nothing:
         ),
         (("--requests", "9", "--rates", "1,2"), "--rates: are of --against; give one --rate"),
         (("--requests", "9", "--kv-tokens", "1"), "--kv-tokens 1: less than a block of 16 tokens"),
-        (("--requests", "9", "--kv-tokens", "64"), "can't be served: 200 prompt tokens and max_tokens 20 exceed"),
+        (
+            ("--requests", "9", "--kv-tokens", "64"),
+            "can't be served: This model's maximum context length is 65 tokens. However, you requested 220",
+        ),
         (
             ("--requests", "9", "--kv-tokens", "64", "--events", "coarse"),
             "a request of 220 tokens has no room in a worker's 64",
