@@ -21,7 +21,7 @@ from twostroke.loadtests.capacity import at_rate
 from twostroke.loadtests.generator.run_facts import served_model
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
-from twostroke.loadtests.report.figures import read_observations, summarise
+from twostroke.loadtests.report.figures import read_observations, summary_of
 from twostroke.loadtests.run_folder import Record
 from twostroke.planning.costs.drafted_steps import repeated_of
 from twostroke.planning.costs.profiles import write_profile
@@ -131,10 +131,11 @@ def learn(url: str, folder: Path, *, seconds: float, seed: int) -> dict[Role, Wo
 def records_of(plan: Plan, folder: Path) -> list[Record]:
     """Carry out the plan and return its records. Raises LoadTestError where the run is no measurement of the server."""
     run = run_plan(plan, folder, show=False)
-    validity = summarise(run).validity
+    records = list(run.records())
+    validity = summary_of(plan, run.facts(), read_observations(records), ()).validity
     if not validity.valid:
         raise LoadTestError(f"the load on {plan.url} says nothing of the server: {'; '.join(validity.reasons)}")
-    return list(run.records())
+    return records
 
 
 def profiles_of(status: dict[str, Any], records: Sequence[Record]) -> dict[Role, WorkerProfile]:

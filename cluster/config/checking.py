@@ -16,8 +16,6 @@ from twostroke.protocol.settings import UNKNOWN_SETTING
 
 _PATH = re.compile(r"[\w.-]+(?:\[\d+\][\w.-]*)*(?=: )")
 _PART = re.compile(r"\[(\d+)\]|([\w-]+)")
-
-
 _RAY_CLUSTER = {"cluster_name", "provider"}
 """Keys that a file for `ray up` must have."""
 
@@ -49,8 +47,9 @@ def faults_in(raw: dict[str, Any], text_of_file: str, path: Path) -> list[Config
     """Return all errors of settings as a file at `path` has them. Raises ConfigError for a file of another program."""
     if raw.keys() >= _RAY_CLUSTER:
         raise ConfigError(f"{path}: describes a cluster for `ray up`; settings are in the file for `serve deploy`")
-    root = yaml.compose(text_of_file, yaml.SafeLoader)
-    return sorted(ConfigFault(_line_of(root, text), text) for text in _faults(raw))
+    texts = list(_faults(raw))
+    root = yaml.compose(text_of_file, yaml.SafeLoader) if texts else None  # read again for the lines of faults alone
+    return sorted(ConfigFault(_line_of(root, text), text) for text in texts)
 
 
 def _faults(raw: Any) -> Iterator[str]:
