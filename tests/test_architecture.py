@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -241,16 +240,3 @@ def run_python(script: str) -> str:
 
 def test_the_picture_of_the_rooms_is_the_codes() -> None:
     assert PICTURE.read_text(encoding="utf-8") == picture(), "draw it again: python -m tests.rooms"
-
-
-MOST_FILES, MOST_LINES = 12, 600
-
-
-@pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_a_folder_has_at_most_a_dozen_files_and_a_file_one_idea(room: str) -> None:
-    files = [path for path in sources(room) if path.name != "__init__.py"]
-    assert files
-    folders = Counter(path.parent.relative_to(ROOT) for path in files)
-    assert [folder for folder, number in folders.items() if number > MOST_FILES] == []
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert [path for path, length in lengths.items() if length > MOST_LINES] == []
