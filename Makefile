@@ -153,7 +153,7 @@ chaos: $(STAMP)
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 cluster-demo: $(SERVING)
-	@exec $(BIN)/twostroke cluster-demo $(DEMO_ARGS)
+	@exec $(BIN)/python -m tests.chaos.demo $(DEMO_ARGS)
 
 # Sets nothing up where the tests can be collected as things are: hosts with GPUs often have no network.
 test-gpu:

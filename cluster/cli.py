@@ -42,7 +42,6 @@ _COMMANDS = {
     ),
     "cache prune": ("cluster.commands.cache:prune", "delete a tier's oldest objects, down to a size or an age"),
     "cache drop": ("cluster.commands.cache:drop", "delete all objects of a tenant or a model from a tier"),
-    "cluster-demo": ("benchmarks.faults.demo", "start a cluster on this machine, kill a node under load, see it heal"),
     "await": ("cluster.commands.application:await", "wait until the application that `serve deploy` deployed runs"),
     "drain": (
         "cluster.commands.application:drain",
@@ -105,11 +104,6 @@ _COMMANDS = {
         "planning.commands.should_i_disaggregate",
         "find the mode that serves most within an SLO, measured here or simulated",
     ),
-    "bench results": ("benchmarks.results", "keep a bench's figures as JSON, and make the page of current figures"),
-    "bench plan": (
-        "planning.commands.regret",
-        "what the planner's choice loses of the best goodput: four layouts of this machine, all of them measured",
-    ),
     "plan": ("planning.commands.plan", "find the fleet that serves a workload in time, and its cost"),
     "capacity": (
         "planning.commands.capacity",
@@ -124,10 +118,6 @@ _COMMANDS = {
     "loadtest sweep": ("loadtests.commands.measure:sweep", "find the highest rate at which the SLO still holds"),
     "loadtest compare": ("loadtests.commands.compare", "put reports side by side"),
     "loadtest report": ("loadtests.commands.measure:report", "make the reports of runs and sweeps again"),
-    "loadtest selfcheck": (
-        "loadtests.selfcheck",
-        "try the load generator against a server with known timings",
-    ),
 }
 """Commands by name: the module, or `module:command` where a module has several, and the line of help."""
 

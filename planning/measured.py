@@ -1,8 +1,7 @@
 """Layouts of this machine, each served for real: what its workers cost, and how many requests a second it serves.
 
 Of each candidate a server is started and its workers' costs are learnt. The load tests' search for a capacity then puts
-the workload on it, from the simulated capacity on. A folder keeps the profiles and the sweep of each candidate, and a
-later call goes on with those that are missing.
+the workload on it, from the simulated capacity on. A folder keeps the profiles and the sweep of each candidate.
 """
 
 import contextlib
@@ -20,14 +19,13 @@ import msgspec
 
 from twostroke.cluster.local.asking import ask
 from twostroke.cluster.local.server_process import ServerProcess, twostroke_server
-from twostroke.loadtests.capacity import SWEEP_FILE, SearchRange, Sweep, SweepEnded, SweepResult
+from twostroke.loadtests.capacity import SearchRange, Sweep, SweepEnded, SweepResult
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import Summary
 from twostroke.loadtests.report.pages import write_report
 from twostroke.planning.against import DraftCounters, learn
-from twostroke.planning.costs.profiles import among_busy, read_profile, write_profile
+from twostroke.planning.costs.profiles import among_busy, write_profile
 from twostroke.planning.layouts import Layout, Mode, router_settings
 from twostroke.planning.trials import shares_of, simulated_capacity
 from twostroke.planning.workload import SLOTargets, Workload
@@ -115,19 +113,6 @@ def capacity_by_simulation(
     return simulated_capacity(lambda rate: shares_of(layout, workload, promise, rate, seed).both, first, target)
 
 
-def read_measured(folder: Path) -> Measured | None:
-    """Return what an earlier call has left; None where that is not all. Raises ConfigError for other files."""
-    try:
-        sweep = msgspec.json.decode((folder / SWEEP_FILE).read_bytes(), type=SweepResult)
-        return Measured(
-            {role: read_profile(_file(folder, role)) for role in ROLES if _file(folder, role).exists()}, sweep
-        )
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"--output {folder}: can't be gone on with: {error}; give another") from error
-
-
 def measure(
     candidate: Candidate,
     settings: Mapping[str, Any],
@@ -177,10 +162,6 @@ def measure(
 def _write_profiles(folder: Path, profiles: Mapping[Role, WorkerProfile]) -> None:
     for role, profile in profiles.items():
         write_profile(profile, _file(folder, role))
-
-
-def _run_at(plan: Plan, folder: Path) -> Summary:
-    return write_report(run_plan(plan, folder, show=False))
 
 
 def _promise(slo: SLO) -> SLOTargets:

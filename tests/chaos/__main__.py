@@ -25,12 +25,12 @@ from rich.table import Table
 
 from tests.chaos.faults import Chaos, Injected, Injector, NotBack, wreak
 from tests.chaos.fleet import SETTINGS, NotUp, ServerUnderChaos
+from tests.chaos.load import MODEL, ClientAnswer, SteadyLoad, answers_of_all
 from tests.chaos.models import NAMES, WITH_EXPERTS, model_path
 from tests.chaos.requests import draw_requests
 from tests.chaos.stalled_clients import StalledClients
 from tests.chaos.ties import unsteady
 from tests.chaos.verdict import Verdict, judge
-from twostroke.benchmarks.faults.load import MODEL, ClientAnswer, SteadyLoad, answers_of_all
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.protocol.errors import ConfigError
 

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.answers import Family, Injected
 from tests.chaos.fleet import REPLICAS, SEND_TIMEOUT_S, ServerUnderChaos, new_api_key, revoke_api_key
+from tests.chaos.load import PATIENCE_S, ServerAddress, SteadyLoad
 from tests.chaos.orders import Cut, Deed, Gone, HangEngine, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.stalled_clients import Part, StalledClients
 from tests.rigs.processes import comes, process_state
-from twostroke.benchmarks.faults.load import PATIENCE_S, ServerAddress, SteadyLoad
-from twostroke.benchmarks.faults.verdict import Family, Injected
 from twostroke.cluster.commands.workers import num_requests
 
 BACK_MOST_S = 60.0

@@ -12,10 +12,10 @@ from typing import IO, Any
 
 import msgspec
 
+from tests.chaos.load import ServerAddress
 from tests.chaos.log_pipe import LOG_PIPE_VARIABLE, LogPipe
 from tests.chaos.orders import Control
 from tests.chaos.verdict import STEP_BOUND_S
-from twostroke.benchmarks.faults.load import ServerAddress
 from twostroke.cluster.commands.workers import order as order_worker
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.haproxy import haproxy_binary

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from twostroke.benchmarks.faults.load import MODEL, KeyedRequest
+from tests.chaos.load import MODEL, KeyedRequest
 
 # Some prompts begin alike, so that caches are hit and prefixes pulled beside all the KV that travels.
 NUM_PREFIXES = 4

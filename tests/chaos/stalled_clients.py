@@ -10,7 +10,7 @@ import socket
 from typing import Literal
 from urllib.parse import urlsplit
 
-from twostroke.benchmarks.faults.load import MODEL, ServerAddress
+from tests.chaos.load import MODEL, ServerAddress
 from twostroke.cluster.deployments.haproxy import REQUEST_S
 
 Part = Literal["head", "body", "large body"]

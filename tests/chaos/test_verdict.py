@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.chaos.answers import Family, Injected, check, has_repeats
+from tests.chaos.load import ClientAnswer, ClientChoice, KeyedRequest
 from tests.chaos.verdict import Normal, check_schema, judge, normal_of, stalls_by_fault
-from twostroke.benchmarks.faults.load import ClientAnswer, ClientChoice, KeyedRequest
-from twostroke.benchmarks.faults.verdict import Family, Injected, check, has_repeats
 
 TWO_CHOICES = KeyedRequest(7, {"n": 2})
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from twostroke.benchmarks.faults.verdict import LOGPROB_TOLERANCE
+from tests.chaos.answers import LOGPROB_TOLERANCE
 
 _NOISE = 1e-5  # of an embedding's length: ten times what fp32 sums of a few hundred terms lose
 _DRAWS = 8

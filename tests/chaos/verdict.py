@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from tests.chaos.answers import ChoiceWait, Family, Finding, Flaw, Injected, check, waits
+from tests.chaos.load import ClientAnswer
 from tests.integration.schemas import takes
-from twostroke.benchmarks.faults.load import ClientAnswer
-from twostroke.benchmarks.faults.verdict import ChoiceWait, Family, Finding, Flaw, Injected, check, waits
 from twostroke.loadtests.report.estimates import percentile
 
 STEP_BOUND_S = 5.0  # after which a step is hung: `max_step_s` of the server

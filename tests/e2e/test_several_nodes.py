@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.chaos import load
+from tests.chaos.demo import ISOLATED_PORT, choose_machines
+from tests.chaos.load import ClientAnswer
 from tests.e2e.conftest import MODEL, log_lines
-from twostroke.benchmarks.faults import load
-from twostroke.benchmarks.faults.demo import ISOLATED_PORT, choose_machines
-from twostroke.benchmarks.faults.load import ClientAnswer
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.nodes.ray_nodes import Node, NodeSpec, RayNodes

@@ -20,10 +20,10 @@ import msgspec
 import pytest
 
 from tests.cluster.command_line import answering
+from tests.loadtests.stub_server import MODEL, VOCABULARY, key_of, stub_server
 from tests.rigs.processes import eventually
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
 from twostroke.loadtests.run_folder import RunFolder
-from twostroke.loadtests.stub_server import MODEL, VOCABULARY, key_of, stub_server
 from twostroke.loadtests.workloads.sessions import sessions
 
 ROOT = Path(__file__).parents[2]

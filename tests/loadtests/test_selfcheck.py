@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.loadtests.selfcheck import MIXED_RATE, check_attainment, rate_error, scripts, timing_errors
+from tests.loadtests.stub_server import SCENARIOS, StubRequest, key_of, script_of
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.run_folder import Record, RunFolder
-from twostroke.loadtests.selfcheck import MIXED_RATE, check_attainment, rate_error, scripts, timing_errors
-from twostroke.loadtests.stub_server import SCENARIOS, StubRequest, key_of, script_of
 from twostroke.loadtests.workloads.sessions import sessions
 
 

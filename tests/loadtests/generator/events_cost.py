@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from twostroke.loadtests.stub_server import stub_server
+from tests.loadtests.stub_server import stub_server
 
 SLICE_S = 0.5
 USERS = 50

@@ -13,12 +13,12 @@ import msgspec
 import psutil
 import pytest
 
+from tests.loadtests.stub_server import MODEL, VOCABULARY, stub_server
 from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.generator.live import ProgressDisplay, RunProgress
 from twostroke.loadtests.generator.runner import run_plan, samples_of
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
 from twostroke.loadtests.run_folder import RunFolder, Sample, read_records
-from twostroke.loadtests.stub_server import MODEL, VOCABULARY, stub_server
 from twostroke.loadtests.workloads.sessions import sessions
 
 PLAN = Plan(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from twostroke.benchmarks.faults.load import ClientAnswer, ClientChoice
+from tests.chaos.load import ClientAnswer, ClientChoice
 
 LOGPROB_TOLERANCE = 5e-4  # fp32 sums differ in the last bits with the shape of a batch
 

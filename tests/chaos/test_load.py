@@ -1,10 +1,10 @@
-"""The steady load of `twostroke cluster-demo` and `make chaos`: what it sends, and what is made of the answers."""
+"""The steady load of `make cluster-demo` and `make chaos`: what it sends, and what is made of the answers."""
 
 import asyncio
 from typing import Any
 
-from tests.loadtests.generator.scripted_server import HEAD, end, event, scripted_server
-from twostroke.benchmarks.faults.load import (
+from tests.chaos.answers import survival
+from tests.chaos.load import (
     ServerAddress,
     SteadyLoad,
     answers_of_all,
@@ -12,7 +12,7 @@ from twostroke.benchmarks.faults.load import (
     event_loop_beside,
     plain_request,
 )
-from twostroke.benchmarks.faults.verdict import survival
+from tests.loadtests.generator.scripted_server import HEAD, end, event, scripted_server
 
 REQUESTS = [plain_request("m", key, prompt_tokens=4, max_tokens=2) for key in range(3)]
 PROMPTS = [request.body["prompt"] for request in REQUESTS]

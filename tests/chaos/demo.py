@@ -1,10 +1,11 @@
-"""`twostroke cluster-demo`: a cluster of several nodes on this machine, under load, one of which dies.
+"""`make cluster-demo`: a cluster of several nodes on this machine, under load, one of which dies.
 
 Progress goes to people; the last line is one JSON object.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,9 +15,9 @@ from typing import Literal, get_args
 from rich import box
 from rich.table import Table
 
-from twostroke.benchmarks.faults.load import ServerAddress, SteadyLoad, answers_of_all, event_loop_beside, plain_request
-from twostroke.benchmarks.faults.strikes import DRAIN_S, Scene
-from twostroke.benchmarks.faults.verdict import survival
+from tests.chaos.answers import survival
+from tests.chaos.load import ServerAddress, SteadyLoad, answers_of_all, event_loop_beside, plain_request
+from tests.chaos.strikes import DRAIN_S, Scene
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.commands.status import table_console
 from twostroke.cluster.local.nodes.machines import IsolatedMachines, LoopbackMachines, Machines, why_not
@@ -68,8 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def main(words: Sequence[str] | None = None) -> int:
+    """Return 0 where the cluster healed and no request was lost or answered wrongly, 2 for a wrong argument, else 1."""
+    parser = argparse.ArgumentParser(prog="make cluster-demo", description=__doc__)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(words))
+    except ConfigError as error:
+        print(f"cluster-demo: {error}", file=sys.stderr)
+        return 2
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 where the cluster healed and no request was lost or answered wrongly, else 1. Raises ConfigError."""
+    """Show the fault that the arguments name. Raises ConfigError."""
     _check(arguments)
     machines = choose_machines(arguments.machines)
     if not machines.has_own_ports:
@@ -82,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _Demo(arguments, machines).run()
     except NodeFailed as error:
-        print(f"twostroke: {error}")
+        print(f"cluster-demo: {error}")
         return 1
     finally:
         end_descendants(IMPOLITE_S)  # the machines have ended theirs; this is for what went wrong
@@ -205,3 +217,7 @@ class _Demo:
 
     def _say(self, text: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._began:6.1f} s[/]  {text}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

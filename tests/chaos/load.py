@@ -1,6 +1,6 @@
 """A steady load of streams whose answers are known, to see what becomes of each while something dies.
 
-`twostroke cluster-demo` and `make chaos` send it. Clients write down each token with its time; what they saw is judged
+`make cluster-demo` and `make chaos` send it. Clients write down each token with its time; what they saw is judged
 when all is over (verdict.py).
 """
 

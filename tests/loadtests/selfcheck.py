@@ -1,4 +1,4 @@
-"""`twostroke loadtest selfcheck`: can this machine's load generator be believed?
+"""`python -m tests.loadtests.selfcheck`: can this machine's load generator be believed?
 
 It sends real load to a stub server in a process of its own, whose every instant is known, and compares: how true its
 times, its rate, its attainment and its verdict are. Both share this machine, so run it while nothing else runs there.
@@ -17,13 +17,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.generator.runner import run_plan
-from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan, Poisson, Session
-from twostroke.loadtests.report.estimates import percentile
-from twostroke.loadtests.report.figures import Summary, summarise
-from twostroke.loadtests.run_folder import Record, RunFolder
-from twostroke.loadtests.stub_server import (
+from tests.loadtests.stub_server import (
     MIXED_LIMIT_S,
     MIXED_SLO,
     MODEL,
@@ -34,6 +28,12 @@ from twostroke.loadtests.stub_server import (
     script_of,
     stub_server,
 )
+from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan, Poisson, Session
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.report.figures import Summary, summarise
+from twostroke.loadtests.run_folder import Record, RunFolder
 from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import sessions
 
@@ -177,7 +177,9 @@ def _outcome(plan: Plan, scenario: str, folder: Path) -> tuple[RunFolder, Summar
     return run, summarise(run), served
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> int:
+    """0 where all held, 1 where not, 2 where a run can't be carried out."""
+    parser = argparse.ArgumentParser(prog="python -m tests.loadtests.selfcheck", description=__doc__)
     parser.add_argument(
         "--workers",
         type=int,
@@ -188,19 +190,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="length of the two timed runs each (default: 60)"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="keep the runs' folders here (default: they go)")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """0 where all held, 1 where not. Raises LoadTestError where a run can't be carried out."""
-    if arguments.workers < 1:
-        raise LoadTestError(f"--workers {arguments.workers}: give at least 1")
-    if arguments.seconds < 10:
-        raise LoadTestError(f"--seconds {arguments.seconds:g}: give at least 10, or too little is measured")
-    if arguments.output is not None:
-        return _check(arguments.output, arguments.seconds, arguments.workers)
-    with tempfile.TemporaryDirectory(prefix="twostroke-selfcheck-") as folder:
-        return _check(Path(folder), arguments.seconds, arguments.workers)
+    arguments = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory(prefix="twostroke-selfcheck-") as folder:
+            return _check(Path(folder), arguments.seconds, arguments.workers)
+    except LoadTestError as error:
+        _say(f"selfcheck: {error}")
+        return 2
 
 
 def _check(folder: Path, seconds: float, processes: int) -> int:
@@ -239,3 +235,7 @@ def _check(folder: Path, seconds: float, processes: int) -> int:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

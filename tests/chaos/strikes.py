@@ -1,4 +1,4 @@
-"""The faults of `twostroke cluster-demo`: a cluster under load is harmed, and timed until it is whole again."""
+"""The faults of `make cluster-demo`: a cluster under load is harmed, and timed until it is whole again."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from twostroke.benchmarks.faults.verdict import Injected
+from tests.chaos.answers import Injected
 from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, ROUTER
 from twostroke.cluster.local.nodes.machines import IsolatedMachine
 from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, RayNodes
