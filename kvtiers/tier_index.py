@@ -1,9 +1,10 @@
-"""The objects that a tier holds, by name, and the blocks in them, as routers are told.
+"""The objects that a tier holds, by name, with the blocks in them, as routers are told; and the uses of objects. Pure.
 
-It is what a block pool is for a prefix cache: a NamedBlocks (protocol/blocks.py), whose blocks are the rows of objects.
-Pure.
+An index is what a block pool is for a prefix cache: a NamedBlocks (protocol/blocks.py), whose blocks are the rows of
+objects.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from twostroke.protocol.blocks import HASH_BYTES, BlockChanges, BlockHash, NameChanges
@@ -83,3 +84,24 @@ class TierIndex:
 
 def _hashes(packed: bytes) -> list[BlockHash]:
     return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
+
+
+MOST_NAMES = 1 << 18
+"""Objects whose uses are remembered, at about 150 bytes each: of 256 tokens, 67 million tokens."""
+
+
+class UseCounts:
+    """Uses of the objects that were used last."""
+
+    def __init__(self, most_names: int = MOST_NAMES):
+        self._most_names = most_names
+        self._uses: OrderedDict[bytes, int] = OrderedDict()  # by the name's first bytes; the oldest first
+
+    def use(self, name: bytes) -> int:
+        """Count a use of an object; return its uses so far, this one included."""
+        key = name[:8]
+        uses = self._uses.pop(key, 0) + 1
+        self._uses[key] = uses
+        if len(self._uses) > self._most_names:
+            self._uses.popitem(last=False)
+        return uses

@@ -100,9 +100,8 @@ def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     Raises ConfigError, but for a key or a directory that does not answer by then.
     """
     from twostroke.kvtiers.storage.bucket import BucketBlobs
-    from twostroke.kvtiers.storage.opening import OpeningBlobs
     from twostroke.kvtiers.storage.quota import QuotaBlobs
-    from twostroke.kvtiers.storage.threads import BlockingCalls, on_thread
+    from twostroke.kvtiers.storage.threads import BlockingCalls, OpeningBlobs, on_thread
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtiers.tier_index import TierIndex
 

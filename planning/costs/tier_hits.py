@@ -12,7 +12,7 @@ their order. The first block that none holds ends the search. The last token is 
 
 So each place holds what was used last, whatever the sizes of the others. A larger place holds all that a smaller one
 does (Mattson et al., Evaluation techniques for storage hierarchies, 1970), and what the first k places hold together
-never shrinks where any place grows. Workers' disks evict by S3-FIFO instead, which has no such property.
+never shrinks where any place grows.
 
 **The costs.** If the share f of each prompt is found, a prompt of n tokens computes (1 - f) n of them after f n others.
 A product of a token then costs 1 - f of what it did, and attention 1 - f^2. A read takes a worker's time as computing

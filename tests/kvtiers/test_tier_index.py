@@ -9,8 +9,7 @@ import pytest
 
 from tests.protocol.test_block_reports import Router
 from tests.rigs.played import played_by
-from twostroke.kvtiers.tier_index import TierIndex
-from twostroke.kvtiers.uses import UseCounts
+from twostroke.kvtiers.tier_index import TierIndex, UseCounts
 from twostroke.protocol import blocks as block_reports
 from twostroke.protocol.blocks import BlockReports, short_name
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld

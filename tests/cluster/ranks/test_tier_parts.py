@@ -14,8 +14,7 @@ from twostroke.cluster.ranks.tier_parts import storage_of
 from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtiers.objects import ObjectCipher
 from twostroke.kvtiers.storage.files import FileBlobs
-from twostroke.kvtiers.storage.opening import OpeningBlobs
-from twostroke.kvtiers.storage.threads import on_thread
+from twostroke.kvtiers.storage.threads import OpeningBlobs, on_thread
 from twostroke.protocol.errors import ConfigError
 
 

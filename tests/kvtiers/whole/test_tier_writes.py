@@ -7,8 +7,7 @@ import pytest
 from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, TiersRig, play, prompt
 from tests.rigs.played import played_by
 from twostroke.kvtiers import kv_tiers
-from twostroke.kvtiers.kv_tiers import FLUSH_S, ObjectRun
-from twostroke.kvtiers.tier_writer import HANG_S
+from twostroke.kvtiers.kv_tiers import FLUSH_S, HANG_S, ObjectRun
 
 FOUR, TWO = prompt(4), prompt(2)
 ALL = 4 * OBJECT_TOKENS
