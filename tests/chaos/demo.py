@@ -18,12 +18,12 @@ from rich.table import Table
 from tests.chaos.answers import survival
 from tests.chaos.load import ServerAddress, SteadyLoad, answers_of_all, event_loop_beside, plain_request
 from tests.chaos.strikes import DRAIN_S, Scene
+from tests.rigs.nodes.machines import IsolatedMachines, LoopbackMachines, Machines, why_not
+from tests.rigs.nodes.ray_nodes import Node, NodeFailed, RayNodes
+from tests.rigs.nodes.redis import Redis
+from tests.rigs.nodes.site import NO_STAGES, ListedWorker, Site, WorkerRole, node_for, settings
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.commands.status import table_console
-from twostroke.cluster.local.nodes.machines import IsolatedMachines, LoopbackMachines, Machines, why_not
-from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, RayNodes
-from twostroke.cluster.local.nodes.redis import Redis
-from twostroke.cluster.local.nodes.site import NO_STAGES, ListedWorker, Site, WorkerRole, node_for, settings
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import free_ports
 from twostroke.protocol.errors import ConfigError

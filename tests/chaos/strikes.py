@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.answers import Injected
+from tests.rigs.nodes.machines import IsolatedMachine
+from tests.rigs.nodes.ray_nodes import Node, NodeFailed, RayNodes
+from tests.rigs.nodes.site import APPLICATION, READY_S, ListedWorker, Site, WorkerRole, node_for
 from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, ROUTER
-from twostroke.cluster.local.nodes.machines import IsolatedMachine
-from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, RayNodes
-from twostroke.cluster.local.nodes.site import APPLICATION, READY_S, ListedWorker, Site, WorkerRole, node_for
 from twostroke.cluster.local.processes import descendants
 from twostroke.cluster.local.server_process import processes_named
 

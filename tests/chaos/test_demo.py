@@ -4,7 +4,7 @@ import pytest
 
 from tests.chaos.demo import main
 from tests.cluster.command_line import one_line
-from twostroke.cluster.local.nodes import machines as isolated
+from tests.rigs.nodes import machines as isolated
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from tests.deploy.programs import (
     serve_config,
     text_of,
 )
+from tests.rigs.nodes.ray_nodes import HEADLESS_S
 from twostroke.cluster.commands.serve import REQUIRE_KEYS
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE
 from twostroke.cluster.deployments.proxies import HAPROXY_SWITCHES, SWITCHES, forgotten_switches
 from twostroke.cluster.deployments.serve_app import build_app
-from twostroke.cluster.local.nodes.ray_nodes import HEADLESS_S
 from twostroke.router.http.tenants import new_key
 
 # --- ray.env: what Ray's processes find in their environment, wherever they are started from ---

@@ -21,9 +21,9 @@ import yaml
 
 from tests.deploy.programs import LABEL, ROLES, ray_env, serve_config
 from tests.e2e.conftest import MODEL
+from tests.rigs.nodes.machines import LoopbackMachines, Machine
 from tests.rigs.processes import eventually
 from twostroke.cluster.deployments.haproxy import BINARY_VARIABLE, haproxy_binary
-from twostroke.cluster.local.nodes.machines import LoopbackMachines, Machine
 from twostroke.cluster.local.ray import haproxy_switches
 from twostroke.router.http.tenants import new_key
 

@@ -17,10 +17,10 @@ from tests.chaos import load
 from tests.chaos.demo import ISOLATED_PORT, choose_machines
 from tests.chaos.load import ClientAnswer
 from tests.e2e.conftest import MODEL, log_lines
+from tests.rigs.nodes.ray_nodes import Node, NodeSpec, RayNodes
+from tests.rigs.nodes.site import ListedWorker, Site, WorkerRole, node_for, settings
 from twostroke.cluster.commands.doctor import fetch_report
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.nodes.ray_nodes import Node, NodeSpec, RayNodes
-from twostroke.cluster.local.nodes.site import ListedWorker, Site, WorkerRole, node_for, settings
 from twostroke.cluster.local.ray import free_ports
 
 SHORT = 16  # tokens

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.nodes.machines import IsolatedMachine, IsolatedMachines, LoopbackMachines, Machine, why_not
 from tests.rigs.processes import alive, eventually
-from twostroke.cluster.local.nodes.machines import IsolatedMachine, IsolatedMachines, LoopbackMachines, Machine, why_not
 from twostroke.cluster.local.processes import descendants
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 LISTEN = "import socket; s = socket.create_server(('0.0.0.0', 80)); print('listens', flush=True); s.accept()"
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 80), timeout=5)"
 
@@ -131,7 +131,7 @@ def test_nothing_is_left_when_the_owner_is_killed(kind: str, count: int, tmp_pat
     script = (
         "import os, time\n"
         "from pathlib import Path\n"
-        f"from twostroke.cluster.local.nodes.machines import {kind}\n"
+        f"from tests.rigs.nodes.machines import {kind}\n"
         f"with {kind}() as machines:\n"
         f"    machines.add().start(['sh', '-c', 'echo up; exec sleep 1000'], os.environ, Path({str(log)!r}))\n"
         "    time.sleep(1000)\n"

@@ -6,7 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
-from twostroke.cluster.local.nodes.machines import Machine
+from tests.rigs.nodes.machines import Machine
 from twostroke.protocol.errors import ConfigError
 
 PORT = 6379

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.local.nodes import machines as isolated
-from twostroke.cluster.local.nodes import ray_nodes
-from twostroke.cluster.local.nodes.site import node_for
+from tests.rigs.nodes import machines as isolated
+from tests.rigs.nodes import ray_nodes
+from tests.rigs.nodes.site import node_for
 
 
 def test_folders_of_processes_that_are_gone_are_removed_and_nobody_elses(

@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
+from tests.rigs.nodes.machines import Machine, Machines
+from tests.rigs.nodes.redis import Redis
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import NO_HAPROXY_SWITCHES, SWITCHES
-from twostroke.cluster.local.nodes.machines import Machine, Machines
-from twostroke.cluster.local.nodes.redis import Redis
 from twostroke.cluster.local.ray import free_ports, haproxy_switches
 
 HEAD_PORT = 6379

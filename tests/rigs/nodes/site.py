@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tests.rigs.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
 from twostroke.cluster.local.asking import fetch_status
-from twostroke.cluster.local.nodes.ray_nodes import Node, NodeFailed, NodeSpec, RayNodes
 from twostroke.protocol.errors import ConfigError
 
 APPLICATION = "twostroke"
