@@ -197,16 +197,15 @@ def _unrecognised(command: argparse.ArgumentParser, unknown: Sequence[str]) -> s
 
 def _hint(command: argparse.ArgumentParser, flag: str) -> str | None:
     """Return what to write instead of a flag that the command lacks, or None."""
-    from twostroke.cluster.config.sglang_names import flag_hint, known_flags
-    from twostroke.cluster.config.vllm_names import OF_BENCH_SERVE
+    from twostroke.cluster.config.other_servers import BENCH_SERVE, flag_hint, known_flags
 
     own = set(command._option_string_actions)
     is_serve = command.prog == "twostroke serve"
     if is_serve and (ours := flag_hint(flag, own)) is not None:
         return ours
     name = flag.lstrip("-").replace("-", "_")
-    if command.prog.startswith("twostroke loadtest ") and name in OF_BENCH_SERVE:
-        return f"vLLM's {flag}: {OF_BENCH_SERVE[name]}"
+    if command.prog.startswith("twostroke loadtest ") and name in BENCH_SERVE:
+        return f"vLLM's {flag}: {BENCH_SERVE[name]}"
     if is_serve and (theirs := get_close_matches(flag, known_flags() - own, n=1, cutoff=0.85)):
         return flag_hint(theirs[0], own)
     near = get_close_matches(flag, own, n=1, cutoff=0.75)  # --replicas is no misspelt --revision
@@ -221,7 +220,7 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     name = " ".join(called)
     if not called or name in names:
         return
-    from twostroke.cluster.config.vllm_names import COMMANDS
+    from twostroke.cluster.config.other_servers import COMMANDS
 
     near = get_close_matches(name, names, n=1)
     hint = f"vLLM's {name}: {COMMANDS[name]}" if name in COMMANDS else f"did you mean {near[0]}?" if near else ""

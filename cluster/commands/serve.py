@@ -24,9 +24,9 @@ from rich.markup import escape
 from twostroke.cluster.config.checking import faults_in
 from twostroke.cluster.config.config import check_keys, keys_of, lay_over, read_config
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
+from twostroke.cluster.config.other_servers import SAME, tiers_of_connector
 from twostroke.cluster.config.reading import load_yaml_and_text
 from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
-from twostroke.cluster.config.vllm_names import SAME, tiers_of_connector
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.preflight import check_port

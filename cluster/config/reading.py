@@ -14,8 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from twostroke.cluster.config.sglang_names import what_is_ours
-from twostroke.cluster.config.vllm_names import VALUES
+from twostroke.cluster.config.other_servers import VALUES, setting_hint
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 
@@ -52,7 +51,7 @@ def fault_of(error: ErrorDetails, kind: type[Section]) -> str:
         message = "is required"
     elif error["type"] == "model_type":
         message = f"{_shown(error['input'])} stands where a section should: write `name: value` lines under it"
-        ours = what_is_ours(path)
+        ours = setting_hint(path)
         message += f" ({ours})" if ours is not None else ""
     else:
         message = error["msg"].replace("Input", _shown(error["input"]), 1)
@@ -69,7 +68,7 @@ def _hint_of_whole_file(name: str, kind: type[Section], *, is_near: bool) -> str
         places.setdefault(path.rpartition(".")[2], []).append(path)
     if name in places:
         return f"it belongs elsewhere: {' or '.join(places[name])}"
-    if (ours := what_is_ours(name)) is not None or is_near:
+    if (ours := setting_hint(name)) is not None or is_near:
         return ours
     close = difflib.get_close_matches(name, places, n=1)
     return f"did you mean {' or '.join(places[close[0]])}?" if close else None

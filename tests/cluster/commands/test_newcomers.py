@@ -10,7 +10,7 @@ import yaml
 
 from twostroke.cluster.cli import main
 from twostroke.cluster.commands.serve import add_arguments, merged_settings
-from twostroke.cluster.config.vllm_names import COMMANDS, OF_BENCH_SERVE
+from twostroke.cluster.config.other_servers import BENCH_SERVE, COMMANDS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -184,4 +184,4 @@ def test_no_command_or_flag_that_hints_are_for_is_one_of_ours(capsys: pytest.Cap
     with pytest.raises(SystemExit, match="0"):
         main(["loadtest", "run", "--help"])
     told = capsys.readouterr().out.replace(",", " ").split()
-    assert {f"--{name.replace('_', '-')}" for name in OF_BENCH_SERVE} & set(told) == set()
+    assert {f"--{name.replace('_', '-')}" for name in BENCH_SERVE} & set(told) == set()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from twostroke.cluster.commands.serve import add_arguments, merged_settings
-from twostroke.cluster.config import sglang_names
+from twostroke.cluster.config import other_servers
 from twostroke.cluster.config.config import ClusterConfig, read_config
+from twostroke.cluster.config.other_servers import COMMANDS, INSTEAD, SAME
 from twostroke.cluster.config.reading import setting_paths
-from twostroke.cluster.config.vllm_names import COMMANDS, INSTEAD, SAME
 from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, UnknownFields
 
@@ -75,14 +75,14 @@ def test_every_setting_that_is_ours_under_another_name_is_on_the_page() -> None:
     assert ours == {f"vllm {name}" for name in COMMANDS} - {"vllm complete"}
 
 
-@pytest.mark.parametrize("name", [*sglang_names.AS_VLLM, *sglang_names.INSTEAD])
+@pytest.mark.parametrize("name", [*other_servers.SGLANG_AS_VLLM, *other_servers.SGLANG_INSTEAD])
 def test_a_name_of_sglangs_is_answered_and_is_none_of_vllms(name: str) -> None:
     assert name not in SAME.keys() | INSTEAD.keys()
-    hint = sglang_names.what_is_ours(name)
+    hint = other_servers.setting_hint(name)
     assert hint.startswith(f"SGLang's {name}")
-    theirs = sglang_names.AS_VLLM.get(name)
+    theirs = other_servers.SGLANG_AS_VLLM.get(name)
     assert all(setting in hint for setting in SAME.get(theirs or "", ()))
-    assert sglang_names.INSTEAD.get(name, INSTEAD.get(theirs or "", "")) in hint
+    assert other_servers.SGLANG_INSTEAD.get(name, INSTEAD.get(theirs or "", "")) in hint
 
 
 @pytest.mark.parametrize("cells", FLAGS, ids=lambda cells: words(cells[0])[0])
