@@ -47,7 +47,7 @@ _COMMANDS = {
         "cluster.commands.application:drain",
         "let running answers end before `serve shutdown`, or move away from one worker",
     ),
-    "role": ("cluster.commands.workers:role", "have a worker prefer prompts, streams or neither, while it serves"),
+    "role": ("cluster.commands.application:role", "have a worker prefer prompts, streams or neither, while it serves"),
     "doctor": (
         "cluster.commands.doctor",
         "test every KV path of a running server, and say what is missing",

@@ -15,7 +15,7 @@ from typing import Any
 
 from twostroke.benchmarks.clients import completion_body
 from twostroke.benchmarks.console import say
-from twostroke.cluster.commands.workers import num_requests, order, wait_until_empty
+from twostroke.cluster.commands.application import num_requests, order, wait_until_empty
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.loadtests.generator.http_stream import ClientExchange, endpoint_of, stream
 from twostroke.loadtests.generator.run_facts import api_key, served_model

@@ -5,8 +5,7 @@ import argparse
 import json
 from pathlib import Path
 
-from twostroke.cluster.config.checking import faults_of
-from twostroke.cluster.config.config import ClusterConfig
+from twostroke.cluster.config.config import ClusterConfig, faults_of
 from twostroke.cluster.config.reference import reference
 
 WRONG_EXIT = 2

@@ -21,18 +21,16 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from twostroke.cluster.config.checking import faults_in
-from twostroke.cluster.config.config import check_keys, keys_of, lay_over, read_config
+from twostroke.cluster.config.config import check_keys, faults_in, keys_of, lay_over, read_config
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.other_servers import SAME, tiers_of_connector
 from twostroke.cluster.config.reading import load_yaml_and_text
 from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import exposure_warning
-from twostroke.cluster.local.preflight import check_port
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import ray_folder
-from twostroke.cluster.local.server import ServeOrder, ServerReport, own_url
+from twostroke.cluster.local.server import ServeOrder, ServerReport, check_port, own_url
 from twostroke.kvtiers.config import SETTING as TIERS
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError

@@ -1,18 +1,21 @@
-"""The whole configuration, from one YAML file: the sections together, and what follows from them.
+"""The whole configuration, from one YAML file: the sections together, what follows from them, and what is wrong in it.
 
 Imports no torch: the router's process reads it too.
 """
 
+import copy
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import Field, ValidationError, model_validator
 
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, WorkerCounts, check_counts, worker_counts
 from twostroke.cluster.config.process_logs import LoggingConfig
-from twostroke.cluster.config.reading import load_yaml, read_settings
+from twostroke.cluster.config.reading import fault_of, load_yaml, load_yaml_and_text, read_settings
 from twostroke.cluster.config.sections import (
     DecodeSection,
     HeldModel,
@@ -28,7 +31,7 @@ from twostroke.cluster.config.sections import (
 from twostroke.kvtiers.config import SETTING as TIERS
 from twostroke.kvtiers.config import TiersConfig
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.settings import Section
+from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 from twostroke.protocol.stats import Role
 from twostroke.router.channels.token_channels import TokenChannelConfig
 from twostroke.router.http.tenants import AuthConfig, KeyConfig
@@ -266,3 +269,81 @@ def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChan
             f"router.token_channel.ping_s: {router.ping_s:g} must be at most a third of "
             f"{role}.token_channel.lease_s ({worker.lease_s:g}): raise that, or lower this"
         )
+
+
+_PATH = re.compile(r"[\w.-]+(?:\[\d+\][\w.-]*)*(?=: )")
+_PART = re.compile(r"\[(\d+)\]|([\w-]+)")
+_RAY_CLUSTER = {"cluster_name", "provider"}
+"""Keys that a file for `ray up` must have."""
+
+
+class ConfigFault(NamedTuple):
+    """An error of a configuration file, with its line."""
+
+    line: int  # the first is 1
+    text: str  # begins with the setting's path
+
+
+def faults_of(path: Path) -> list[ConfigFault]:
+    """Return all errors of a file for `twostroke serve --config`, or for Ray Serve's tools, whose configurations stand
+    under `args`. Settings are checked together only where each is right alone. Raises ConfigError for a file that
+    cannot be read, is not YAML, or is Serve's and has no `args`."""
+    raw, text_of_file = load_yaml_and_text(path)
+    if "applications" not in raw:
+        return faults_in(raw, text_of_file, path)
+    root = yaml.compose(text_of_file, yaml.SafeLoader)
+    applications = raw["applications"] if isinstance(raw["applications"], list) else []
+    found = [(i, one["args"]) for i, one in enumerate(applications) if isinstance(one, dict) and one.get("args")]
+    if not found:
+        raise ConfigError(f"{path}: no application has `args`, under which the configuration stands")
+    texts = [f"applications[{i}].args.{text}" for i, args in found for text in _faults(args)]
+    return [ConfigFault(_line_of(root, text), text) for text in texts]
+
+
+def faults_in(raw: dict[str, Any], text_of_file: str, path: Path) -> list[ConfigFault]:
+    """Return all errors of settings as a file at `path` has them. Raises ConfigError for a file of another program."""
+    if raw.keys() >= _RAY_CLUSTER:
+        raise ConfigError(f"{path}: describes a cluster for `ray up`; settings are in the file for `serve deploy`")
+    texts = list(_faults(raw))
+    root = yaml.compose(text_of_file, yaml.SafeLoader) if texts else None  # read again for the lines of faults alone
+    return sorted(ConfigFault(_line_of(root, text), text) for text in texts)
+
+
+def _faults(raw: Any) -> Iterator[str]:
+    """A section with an unknown name tells of nothing else: such names are told of, and taken out."""
+    raw = copy.deepcopy(raw)
+    while True:
+        try:
+            ClusterConfig.model_validate(raw)
+            return
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+        unknown = [one for one in errors if one["type"] == UNKNOWN_SETTING]
+        yield from (fault_of(one, ClusterConfig) for one in unknown or errors)
+        if not unknown:
+            return
+        for one in unknown:
+            section = raw
+            for part in one["loc"]:
+                section = section[part]
+            for name in [name for name in section if str(name) == one["ctx"]["name"]]:
+                del section[name]
+
+
+def _line_of(node: yaml.Node | None, text: str) -> int:
+    """The line of the setting that `text` begins with, or of the section where it is missing."""
+    path = _PATH.match(text)
+    line = 1
+    for part in _PART.finditer(path[0] if path is not None else ""):
+        index, name = part.groups()
+        if isinstance(node, yaml.MappingNode) and name is not None:
+            found: Sequence[tuple[yaml.Node, yaml.Node]] = [pair for pair in node.value if pair[0].value == name]
+            if not found:
+                break
+            line, node = found[0][0].start_mark.line + 1, found[0][1]
+        elif isinstance(node, yaml.SequenceNode) and index is not None and int(index) < len(node.value):
+            node = node.value[int(index)]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line

@@ -2,7 +2,7 @@
 
 The ranks of one stage are processes of one machine. Those of rank 0's stage are started here, so they have its
 environment: Ray gives it the cores and GPUs of all of them. Those of other stages are started by whoever is there for
-them, on their own node (cluster/deployments/stage_host.py).
+them, on their own node (cluster/deployments/workers.py).
 
 With one stage, ranks talk over the loopback interface, and only KV goes further. With several they reach each other at
 their nodes' addresses. The place where their group forms asks for no secret. It is bound to rank 0's address alone, on

@@ -25,7 +25,7 @@ from tests.chaos.load import PATIENCE_S, ServerAddress, SteadyLoad
 from tests.chaos.orders import Cut, Deed, Gone, HangEngine, HarmLink, LoseEngine, Partition, Side, Slow, Tamper, Worker
 from tests.chaos.stalled_clients import Part, StalledClients
 from tests.rigs.processes import comes, process_state
-from twostroke.cluster.commands.workers import num_requests
+from twostroke.cluster.commands.application import num_requests
 
 BACK_MOST_S = 60.0
 """When a replica that has not come back ends the run."""

@@ -16,7 +16,7 @@ from tests.chaos.load import ServerAddress
 from tests.chaos.log_pipe import LOG_PIPE_VARIABLE, LogPipe
 from tests.chaos.orders import Control
 from tests.chaos.verdict import STEP_BOUND_S
-from twostroke.cluster.commands.workers import order as order_worker
+from twostroke.cluster.commands.application import order as order_worker
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.local.asking import fetch_status

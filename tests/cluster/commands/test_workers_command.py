@@ -6,8 +6,8 @@ import pytest
 
 from tests.cluster.command_line import answering, one_line
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands import workers
-from twostroke.cluster.commands.workers import chosen, wait_until_empty
+from twostroke.cluster.commands import application
+from twostroke.cluster.commands.application import chosen, wait_until_empty
 from twostroke.protocol.errors import ConfigError
 
 
@@ -55,10 +55,10 @@ def test_of_a_host_all_workers_drain_or_none(monkeypatch: pytest.MonkeyPatch) ->
         if worker_id == "xyz" and body["draining"]:
             raise ConfigError("it is the last")
 
-    monkeypatch.setattr(workers, "order", order)
-    monkeypatch.setattr(workers, "fetch_status", lambda url: {"workers": ROWS})
+    monkeypatch.setattr(application, "order", order)
+    monkeypatch.setattr(application, "fetch_status", lambda url: {"workers": ROWS})
     with pytest.raises(ConfigError, match="it is the last"):
-        workers.drain_workers("http://h:1", "10.0.0.2", grace_s=1.0, is_resumed=False)
+        application.drain_workers("http://h:1", "10.0.0.2", grace_s=1.0, is_resumed=False)
     assert orders == [("abc2", True), ("xyz", True), ("abc2", False)]
 
 

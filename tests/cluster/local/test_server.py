@@ -14,10 +14,8 @@ from ray.exceptions import RayError
 from twostroke.cluster.config.config import check_keys, keys_of, read_config
 from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.cluster.local import ray as local
-from twostroke.cluster.local.deploy import arguments_of
-from twostroke.cluster.local.preflight import check_model
-from twostroke.cluster.local.ray import StartFailed
-from twostroke.cluster.local.server import FleetWatch, with_own_key
+from twostroke.cluster.local.ray import StartFailed, arguments_of
+from twostroke.cluster.local.server import FleetWatch, check_model, with_own_key
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import ConfigError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.kvtiers.rig import PLAIN, sample
-from twostroke.cluster.ranks import tier_parts
-from twostroke.cluster.ranks.tier_parts import storage_of
+from twostroke.cluster.ranks import worker_parts
+from twostroke.cluster.ranks.worker_parts import storage_of
 from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtiers.objects import ObjectCipher
 from twostroke.kvtiers.storage.files import FileBlobs
@@ -57,7 +57,7 @@ class HangingDisk:
             prepare(blobs)
 
         monkeypatch.setattr(FileBlobs, "prepare", prepare_late)
-        monkeypatch.setattr(tier_parts, "OPEN_S", 0.01)
+        monkeypatch.setattr(worker_parts, "OPEN_S", 0.01)
 
 
 def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answers(
@@ -95,7 +95,7 @@ def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answ
 def test_a_key_that_hangs_at_start_delays_all_storage_until_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_parts, "OPEN_S", 0.01)
+    monkeypatch.setattr(worker_parts, "OPEN_S", 0.01)
     key, config = tmp_path / "key", tiers_in(tmp_path).model_dump()
     os.mkfifo(key, 0o600)
     started = on_thread("start", lambda: storage_of(TiersConfig.model_validate(config | {"key_file": str(key)}), PLAIN))
