@@ -94,25 +94,25 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
         responses=_errors(ErrorObject),
     )
     app.state.service, app.state.doctor = service, doctor
-    app.state.max_body_bytes = service.config.max_body_bytes
+    app.state.max_body_bytes = int(service.config.http.max_body_mib * 2**20)
     app.include_router(keyed, dependencies=[Security(_key), Security(_x_api_key)] if service.tenants else [])
     app.include_router(_open)
-    if service.config.has_page:
+    if service.config.http.page:
         app.include_router(page)
     app.include_router(feed)
     # The last one is passed first.
     app.add_middleware(Authentication, tenants=service.tenants)
-    hosts = None if service.tenants else service.config.hosts
-    app.add_middleware(Origins, allowed=service.config.cors_origins, hosts=hosts)
-    if service.config.cors_origins:
+    hosts = None if service.tenants else (*service.config.http.hosts, *service.config.own_hosts)
+    app.add_middleware(Origins, allowed=service.config.http.cors_origins, hosts=hosts)
+    if service.config.http.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=service.config.cors_origins,
+            allow_origins=service.config.http.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
-    app.add_middleware(Deadlines, body_s=service.config.body_timeout_s, send_s=service.config.send_timeout_s)
+    app.add_middleware(Deadlines, body_s=service.config.http.body_timeout_s, send_s=service.config.http.send_timeout_s)
     app.add_middleware(Exchanges, clock=service.clock, began=service.began, over=service.over)
     app.add_middleware(RequestIds)
     app.add_exception_handler(TwostrokeError, _on_error)

@@ -21,6 +21,7 @@ from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
+from twostroke.router.http.config import HttpConfig
 from twostroke.router.http.tenants import Tenants
 from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.feed import Feed
@@ -38,7 +39,7 @@ from twostroke.router.observe.scrape import (
 )
 from twostroke.router.openai.fields import shown
 from twostroke.router.openai.generation import ChoiceRunner
-from twostroke.router.openai.jobs import MAX_RESPONSE_ITEMS, JobMaker
+from twostroke.router.openai.jobs import JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields
 from twostroke.router.routing.role_changes import role_changes
 from twostroke.router.slo.admission import Admission
@@ -74,16 +75,9 @@ class ServiceConfig:
 
     model_name: str  # the `model` that clients name
     expects_prefill: bool = True  # False: aggregated, a decode worker alone is a whole path
-    max_body_bytes: int = 8 * 1024 * 1024
-    body_timeout_s: float = 60.0  # from a request's head to its body's end
-    send_timeout_s: float = 60.0  # for a client to take a piece of its answer
-    max_choices_in_flight: int = 4096  # more are refused (429): each holds memory here and places at workers
-    max_response_items: int = MAX_RESPONSE_ITEMS  # tokens and log-probabilities held for one response
+    http: HttpConfig = field(default_factory=HttpConfig)
     router_id: str = "router"  # of this replica, in metrics
-    strict: bool = False  # requests with unknown fields are refused
-    has_page: bool = True  # at `/`
-    cors_origins: tuple[str, ...] = ()  # whose pages may use the API from a browser; "*": any
-    hosts: tuple[str, ...] = ()  # public names that it may be called by where no key is asked for; "*": any
+    own_hosts: tuple[str, ...] = ()  # names and addresses of this machine, by which requests may come
     follow_s: float = 0.5  # how often the fleet is looked at between requests
     version: str = field(default_factory=partial(version, "twostroke"))
 
@@ -129,14 +123,14 @@ class RouterService:
         )
         self._demand = Demand(self.slo.classes, self.clock)
         self.jobs = JobMaker(
-            self.tokenizer, self.sampling_defaults, self.config.max_response_items, vocab_size=self.vocab_size
+            self.tokenizer, self.sampling_defaults, self.config.http.max_response_items, vocab_size=self.vocab_size
         )
         self.runner = ChoiceRunner(self.tokenizer, self.pipeline, self._metrics, self._demand, admission, self.clock)
-        self.gate = Gate(self.config.max_choices_in_flight, self._demand.turned_away, self.clock)
+        self.gate = Gate(self.config.http.max_choices_in_flight, self._demand.turned_away, self.clock)
         self.feed = Feed(self.config.router_id, self._worker_rows, self.clock, is_over=lambda: self.gate.is_draining)
         self.started_at = int(self.wall_clock())
         self._began_s = self.clock()
-        self._unknown_fields = UnknownFields(strict=self.config.strict)
+        self._unknown_fields = UnknownFields(strict=self.config.http.strict)
         self._following: asyncio.Task[None] | None = None
         self._told_roles: dict[Peer, float] = {}  # when workers were told their roles last
         self.one_order = asyncio.Lock()

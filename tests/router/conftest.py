@@ -56,6 +56,7 @@ from twostroke.router.channels.token_channels import TokenChannelConfig, TokenCh
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.http.app import build_app
+from twostroke.router.http.config import HttpConfig
 from twostroke.router.http.doctor import Doctor
 from twostroke.router.http.service import RouterService, ServiceConfig
 from twostroke.router.openai import jobs
@@ -465,7 +466,7 @@ def site_of(fleet_of, tokenizer):
     ) -> AsyncIterator[Site]:
         async with fleet_of(num_prefill, num_decode, pipeline_config) as rig:
             service = RouterService(
-                config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, **config),
+                config=ServiceConfig(model_name="fake", expects_prefill=num_prefill > 0, http=HttpConfig(**config)),
                 tokenizer=speaks,
                 fleet=rig.fleet,
                 channels=rig.channels,

@@ -16,8 +16,8 @@ from twostroke.cluster.deployments.proxies import (
     is_loopback,
 )
 from twostroke.cluster.local.ray import ray_environment
+from twostroke.router.http.config import HttpConfig
 from twostroke.router.http.middleware import RequestIds
-from twostroke.router.http.service import ServiceConfig
 
 
 def ids_of_answer(given: list[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -91,4 +91,4 @@ def test_a_wrong_value_is_as_good_as_none() -> None:
 def test_the_router_refuses_a_late_body_before_haproxy_gives_its_client_up() -> None:
     """HAProxy would answer 400, which blames the request; the router's 408 says what was late."""
     timeout_s = float(HAPROXY_SWITCHES["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
-    assert timeout_s >= ServiceConfig("m").body_timeout_s + 30
+    assert timeout_s >= HttpConfig().body_timeout_s + 30

@@ -112,7 +112,7 @@ async def test_of_a_body_that_nobody_wants_a_bounded_part_is_read(site_of, monke
             self.reads += 1
             return {"type": "http.request", "body": bytes(100), "more_body": True}
 
-    async with site_of(1, 1, max_body_bytes=500) as site:
+    async with site_of(1, 1, max_body_mib=0.001) as site:
         client = await Endless().ask(site.app)
         assert (client.status, client.code, client.closes) == (413, "request_too_large", True)
         assert client.reads <= 20

@@ -58,7 +58,7 @@ async def test_nothing_else_is_served_as_a_file(path: str, site_of) -> None:
 
 
 async def test_a_server_without_a_page_has_none(site_of) -> None:
-    async with site_of(1, 1, has_page=False) as site:
+    async with site_of(1, 1, page=False) as site:
         for path in ("/", "/page/app.js"):
             assert (await site.http.get(path)).status_code == 404
         assert (await site.http.get("/version")).status_code == 200

@@ -75,7 +75,7 @@ async def posted(site, field: str, value: str):
 
 @pytest.mark.parametrize("field", FIELDS)
 async def test_what_json_can_not_write_is_refused_by_the_name_of_its_field(site_of, chatty, field):
-    async with site_of(0, 1, speaks=chatty, max_body_bytes=2**20) as site:
+    async with site_of(0, 1, speaks=chatty, max_body_mib=1) as site:
         for value in VALUES:
             response = await posted(site, field, value)
             assert response.status_code == 400, (value, response.text)
@@ -85,7 +85,7 @@ async def test_what_json_can_not_write_is_refused_by_the_name_of_its_field(site_
 
 @pytest.mark.parametrize("field", FIELDS)
 async def test_values_that_libraries_stumble_over_are_no_bug_of_the_server(site_of, chatty, field):
-    async with site_of(0, 1, speaks=chatty, max_body_bytes=2**20) as site:
+    async with site_of(0, 1, speaks=chatty, max_body_mib=1) as site:
         for value in BIG:
             response = await posted(site, field, value)
             assert response.status_code in (200, 400, 501), (value, response.text)
