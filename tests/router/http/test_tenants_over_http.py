@@ -140,7 +140,7 @@ async def test_what_only_counts_compiles_no_grammar_and_takes_a_place(site_of, m
         with known.of(f"Bearer {KEY}").in_flight(1):
             for path, body in calls.items():
                 assert (await site.http.post(path, json=body, headers=bearer(KEY))).status_code == 429, path
-        with site.service.gate.room(site.service.config.max_choices_in_flight):
+        with site.service.gate.room(site.service.config.http.max_choices_in_flight):
             for path, body in calls.items():
                 assert (await site.http.post(path, json=body, headers=bearer(ADMIN))).status_code == 429, path
         long = message | {"messages": [{"role": "user", "content": "x" * 3_000_000}]}
