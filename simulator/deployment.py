@@ -18,7 +18,7 @@ from twostroke.protocol.errors import ConfigError, RequestError
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import Role
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.router.routing.chooser import Policy, Roles
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.memory_network import MemoryFabric
@@ -378,38 +378,36 @@ class _Deployment:
             max_tokens=traced.num_output_tokens,
             promise=traced.promise,
         )
-        stages = SequenceStages(arrive=self._clock())
+        state = RequestState(ChoiceJob(request), self._clock())
         served = SimulatedRequest(traced.promise, at_s, request.num_prompt_tokens, traced.num_output_tokens)
         token_s: list[float] = []
         try:
             await asyncio.sleep(self._http_s / 2)
-            await router.spawn(self._read(router, request, stages, token_s))
+            await router.spawn(self._read(router, state, token_s))
         except RequestError as error:
             if error.status not in (429, 503):
                 raise ConfigError(f"a request of the workload can't be served: {error}") from error
             return replace(served, refused=True)
         finally:
-            router.admission.ended(request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
+            router.admission.ended(request, state.num_output_tokens, state.predicted, state.tpot_s)
             self._num_ended += 1
             if self.progress is not None:
                 self.progress(self._num_ended)
-        if stages.first_token is None or stages.finish is None or stages.path is None:
+        if state.first_token is None or state.finish is None or state.path is None:
             raise RuntimeError(f"{request.request_id} has ended without a token")
         return replace(
             served,
-            num_cached_tokens=stages.num_cached_tokens,
-            ttft_s=stages.first_token - stages.arrive + self._http_s / 2,
-            tpot_s=(stages.finish - stages.first_token) / max(1, traced.num_output_tokens - 1),
-            computed_twice=stages.transfer_s == 0.0,
-            ended_at=stages.path.decode.role,
-            num_moves=len(stages.moves),
+            num_cached_tokens=state.num_cached_tokens,
+            ttft_s=state.first_token - state.arrive + self._http_s / 2,
+            tpot_s=(state.finish - state.first_token) / max(1, traced.num_output_tokens - 1),
+            computed_twice=state.transfer_s == 0.0,
+            ended_at=state.path.decode.role,
+            num_moves=len(state.moves),
             token_s=tuple(moment - self._began_s + self._http_s / 2 for moment in token_s),
         )
 
-    async def _read(
-        self, router: SimRouter, request: GenerateRequest, stages: SequenceStages, token_s: list[float]
-    ) -> None:
-        async with aclosing(router.pipeline.generate(request, stages)) as events:
+    async def _read(self, router: SimRouter, state: RequestState, token_s: list[float]) -> None:
+        async with aclosing(router.pipeline.generate(state)) as events:
             async for _ in events:
                 token_s.append(self._clock())
 

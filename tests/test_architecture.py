@@ -115,7 +115,7 @@ INNER_ORDER = {
         {"routing"},
         {"health", "observe"},
         {"slo", "channels", "text"},
-        {"attempt_events"},
+        {"request_state"},
         {"fleet"},
     ),
     "cluster": (

@@ -46,7 +46,7 @@ from twostroke.protocol.requests import (
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.worker.worker import Worker
 
 HOST = "127.0.0.1"
@@ -302,7 +302,9 @@ class ProcessFleet:
             max_tokens,
             promise=promise or Promise(),
         )
-        async with contextlib.aclosing(self._pipeline.generate(request, SequenceStages(time.monotonic()))) as events:
+        async with contextlib.aclosing(
+            self._pipeline.generate(RequestState(ChoiceJob(request), time.monotonic()))
+        ) as events:
             async for event in events:
                 yield event
 

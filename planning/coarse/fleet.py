@@ -15,8 +15,8 @@ from twostroke.planning.coarse.workers import (
     DecodingRow,
 )
 from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
-from twostroke.router.attempt_events import MoveReason
 from twostroke.router.generate.moves import AT_ONCE, LEAST_LEFT, LOOK_S, MOST_MOVES, REST_S
+from twostroke.router.request_state import MoveReason
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 
 MISSING_TOKENS = BLOCK_TOKENS

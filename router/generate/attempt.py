@@ -1,7 +1,7 @@
 """One attempt at a request on one pair of workers: read `Attempt.events`.
 
 Everything an attempt opens (two calls, one stream) ends with it, on every path: finish, fault, the client leaving.
-Its observers hear what happens on the way (router/attempt_events.py).
+Its observers hear what happens on the way (router/request_state.py).
 """
 
 import asyncio
@@ -13,7 +13,12 @@ from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeErr
 from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.attempt_events import (
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.channels.token_stream import join_fresh
+from twostroke.router.fleet import Fleet
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.request_state import (
     AttemptLog,
     DecodeDone,
     DecodeFailed,
@@ -25,11 +30,6 @@ from twostroke.router.attempt_events import (
     PrefillTakenOver,
     PrefixCached,
 )
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.channels.token_stream import join_fresh
-from twostroke.router.fleet import Fleet
-from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.routing.chooser import PathChooser
 
 _log = logging.getLogger(__name__)

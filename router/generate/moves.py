@@ -33,7 +33,10 @@ from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, SamplingParams, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.attempt_events import (
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.fleet import Fleet, NoPath, Path
+from twostroke.router.health.worker_records import WorkerRecords
+from twostroke.router.request_state import (
     AttemptContext,
     AttemptEnded,
     AttemptLog,
@@ -42,9 +45,6 @@ from twostroke.router.attempt_events import (
     MoveReason,
     SuspectRequest,
 )
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.fleet import Fleet, NoPath, Path
-from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.workers import DRAINING, KnownWorker
 

@@ -5,7 +5,7 @@ import logging
 import random
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import assert_never
 
@@ -17,7 +17,6 @@ from twostroke.protocol.errors import RequestError, WorkerLost, loggable
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptLog, AttemptStarted, StreamMove
 from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path, PathKind
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, out_of_time
@@ -26,7 +25,14 @@ from twostroke.router.generate.moves import RunningStream, StreamMoved, StreamMo
 from twostroke.router.generate.retries import Retries, RetryBudget
 from twostroke.router.generate.score import ScoreAttempt
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptLog,
+    AttemptStarted,
+    RequestState,
+    StreamMove,
+)
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.in_flight import Hold
@@ -173,54 +179,49 @@ class Pipeline:
         """Workers that are there, and are left out because they keep failing."""
         return self._records.ejected()
 
-    async def generate(self, request: GenerateRequest, stages: SequenceStages) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the tokens of `request` in order, each index once; the last event has the finish reason.
+    async def generate(self, state: RequestState) -> AsyncGenerator[TokenEvent, None]:
+        """Yield the tokens of a request in order, each index once; the last event has the finish reason.
 
         A prompt that is only scored yields one event, a PromptScored.
 
-        `request` is a template: every attempt gets its own id and this router's. `stages` is filled in on the way;
-        what the workers' replies tell is complete when the generator has ended. Closing the generator early (always
+        Every attempt gets its own id and this router's. What the workers' replies tell is in the record when the
+        generator has ended. Closing the generator early (always
         `aclose` it) cancels the request on both workers. Raises NoPath (no worker), RequestError (admission or a
         worker refuses the request, it takes workers down, or its time is over), WorkerLost (it lost workers more often
         than `retries` allows).
         """
-        suspect = self._records.suspects.open(request)
+        state.suspect = suspect = self._records.suspects.open(state.request)
         retries = Retries(self._config, self._budget, self._draw)
         deadline = self._clock() + self._config.request_timeout_s
-        sent: list[int] = []
         failed: set[Peer] = set()
         last = self._clock()
         num_moves = 0
         target: Path | None = None  # the path to which it was just moved
         while True:
             async with self._until(deadline):
-                path, hold = await self._find(request, sent, failed, stages, target)
+                path, hold = await self._find(state, failed, target)
             target = None
-            if stages.attempts == 0:
-                self._let_in(request, path, hold, stages)
+            if not state.attempts:
+                self._let_in(state, path, hold)
             # The hold first: the next request must see its room at once.
-            observers = (hold, stages, self._records, self._chooser)
-            log = AttemptLog(AttemptContext(path, request, sent, suspect), observers, self._clock)
+            observers = (hold, state, self._records, self._chooser)
+            log = AttemptLog(AttemptContext(path, state.request, state.tokens, suspect), observers, self._clock)
             failure: WorkerLost | RequestError | None = None
             move: StreamMove | None = None
             try:
                 log.emit(AttemptStarted(self._clock()))
                 async with self._until(deadline):
                     await self._records.await_exclusive_try(suspect, path)
-                attempt = self._attempt(log, stages, failed)
+                attempt = self._attempt(log, state, failed)
                 events = attempt.events(deadline - self._clock())
-                async with self._movable(attempt, log, stages, num_moves), aclosing(events):
+                async with self._movable(attempt, log, state, num_moves), aclosing(events):
                     is_first = True
                     async for event in events:
                         now = self._clock()
-                        if is_first and stages.attempts > 1:
-                            _log_resumption(stages, len(sent), now - last)
+                        if is_first and len(state.attempts) > 1:
+                            _log_resumption(state, now - last)
                         is_first, last = False, now
-                        sent.extend(token.token_id for token in event.tokens)
-                        stages.num_output_tokens += len(event.tokens)
-                        stages.num_output_steps += bool(event.tokens)
-                        if event.finish_reason is not None:
-                            stages.finish = now
+                        state.add_tokens(event, now)
                         yield event
                 return
             except StreamMoved as error:
@@ -231,16 +232,16 @@ class Pipeline:
                 decode = path.decode.peer
                 _log.warning(
                     "attempt %d on %s failed: %s",
-                    stages.attempts,
+                    len(state.attempts),
                     decode.worker_id,
                     loggable(error),
-                    extra=about(stages.log_context, error=type(error).__name__),
+                    extra=about(state.log_context, error=type(error).__name__),
                 )
                 pause_s = retries.pause_s(
                     error,
                     has_decoded=log.has_decoded,
                     decode_failed_before=decode in failed,
-                    has_begun=bool(sent),
+                    has_begun=bool(state.tokens),
                 )
                 if pause_s is None:
                     raise
@@ -253,67 +254,55 @@ class Pipeline:
             await self._records.suspects.judge(suspect)
             await asyncio.sleep(min(pause_s, deadline - self._clock()))
 
-    def _attempt(self, log: AttemptLog, stages: SequenceStages, failed: set[Peer]) -> Attempt | ScoreAttempt:
+    def _attempt(self, log: AttemptLog, state: RequestState, failed: set[Peer]) -> Attempt | ScoreAttempt:
         """Return an attempt at the request as it is now, under an id of its own. Raises WorkerLost."""
-        request = self._next_try(log.attempt.request, log.attempt.sent, stages)
+        request = self._attempt_request(state)
         _log.debug("an attempt begins", extra=about(request.log_context))
         if request.scoring is not None:
             return ScoreAttempt(self._deps, log, request)
         return Attempt(self._deps, log, request, failed)
 
     def _movable(
-        self, attempt: Attempt | ScoreAttempt, log: AttemptLog, stages: SequenceStages, num_moves: int
+        self, attempt: Attempt | ScoreAttempt, log: AttemptLog, state: RequestState, num_moves: int
     ) -> AbstractAsyncContextManager[None]:
         """Let the attempt's stream move to another worker for as long as the context lasts."""
         if not self._config.moves or isinstance(attempt, ScoreAttempt):
             return nullcontext()
         context = log.attempt
-        request = msgspec.structs.replace(context.request, log_context=stages.log_context)
+        request = msgspec.structs.replace(state.request, log_context=state.log_context)
         worker = context.path.decode
         stream = RunningStream(
             request,
-            context.sent,
+            state.tokens,
             context.suspect,
             worker,
             attempt.end,
             self._clock(),
             num_moves=num_moves,
-            num_before=len(context.sent),
+            num_before=len(state.tokens),
         )
         return self.moves.running(stream)
 
-    async def _find(
-        self,
-        request: GenerateRequest,
-        sent: Sequence[int],
-        failed: Collection[Peer],
-        stages: SequenceStages,
-        target: Path | None,
-    ) -> tuple[Path, Hold]:
-        """The path of the attempt after the outputs `sent`, its decode worker reachable, and the hold on its workers.
+    async def _find(self, state: RequestState, failed: Collection[Peer], target: Path | None) -> tuple[Path, Hold]:
+        """Return the path of the next attempt, its decode worker reachable, and the hold on its workers.
 
         It is `target`, where the stream was moved. `failed` are workers that failed the request: one that lost a worker
         waits for another, a new one is refused at once. Raises NoPath.
         """
         if target is not None and self._channels.is_connected(target.decode.peer):
-            return target, self._chooser.hold(target, request, sent)
+            return target, self._chooser.hold(target, state.request, state.tokens)
         ejected = self._records.ejected()
-        path, hold = await self._reachable(request, sent, failed, ejected, stages)
+        path, hold = await self._reachable(state, failed, ejected)
         unreachable = self._records.unreachable_prefill_for(path.decode.peer)
         if path.prefill is None or path.prefill.peer not in unreachable:
             return path, hold
         hold.release()
-        return await self._reachable(request, sent, failed, ejected | unreachable, stages)
+        return await self._reachable(state, failed, ejected | unreachable)
 
     async def _reachable(
-        self,
-        request: GenerateRequest,
-        sent: Sequence[int],
-        failed: Collection[Peer],
-        ejected: Collection[Peer],
-        stages: SequenceStages,
+        self, state: RequestState, failed: Collection[Peer], ejected: Collection[Peer]
     ) -> tuple[Path, Hold]:
-        now = self._clock()
+        now, request, sent = self._clock(), state.request, state.tokens
         deadline = now + (self._config.retry_wait_s if failed or sent else 0.0)
         while True:
             began = self._clock()
@@ -324,7 +313,7 @@ class Pipeline:
                     raise
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
-            stages.decisions_s.append(self._clock() - began)
+            state.decisions_s.append(self._clock() - began)
             if path.decode.peer in failed and self._clock() < now + self._config.reuse_wait_s:
                 await asyncio.sleep(self._config.retry_poll_s)
                 continue
@@ -344,28 +333,28 @@ class Pipeline:
                     raise NoPath("no decode worker can be reached; try again shortly") from error
             await asyncio.sleep(self._config.retry_poll_s)
 
-    def _let_in(self, request: GenerateRequest, path: Path, hold: Hold, stages: SequenceStages) -> None:
+    def _let_in(self, state: RequestState, path: Path, hold: Hold) -> None:
         """Ask admission before the first attempt. Raises its refusal at once."""
         try:
-            self._admit(request, path, self._clock() - stages.arrive, stages.follows)
+            self._admit(state.request, path, self._clock() - state.arrive, state.follows or state.scoring is not None)
         except BaseException:
             hold.release()
             raise
-        stages.path_kind, stages.expected = path.kind, path.estimate
         self.paths[path.kind] += 1
         self.num_tier_reads += path.estimate is not None and path.estimate.tier_read_s > 0
-        stages.admit = self._clock()
+        state.admitted(path, self._clock())
         self._budget.count_first_attempt()
 
-    def _next_try(self, request: GenerateRequest, sent: Sequence[int], stages: SequenceStages) -> GenerateRequest:
-        """The request as the workers see it now, under an id of its own."""
+    def _attempt_request(self, state: RequestState) -> GenerateRequest:
+        """Return the request as the workers see it now, under an id of its own."""
+        request = state.request
         return msgspec.structs.replace(
             request,
             request_id=self._draw_id(),
             router_id=self._channels.peer.worker_id,
-            token_ids=(*request.token_ids, *sent),
-            promise=left_of(request.promise, self._clock() - stages.arrive),
-            log_context=stages.log_context,
+            token_ids=(*request.token_ids, *state.tokens),
+            promise=left_of(request.promise, self._clock() - state.arrive),
+            log_context=state.log_context,
         )
 
     @asynccontextmanager
@@ -378,7 +367,7 @@ class Pipeline:
             raise out_of_time() from error
 
 
-def _log_resumption(stages: SequenceStages, num_tokens: int, pause_s: float) -> None:
-    """The client stood still for `pause_s` after its `num_tokens`, and goes on."""
-    extra = about(stages.log_context, tokens=num_tokens, pause_s=round(pause_s, 3))
+def _log_resumption(state: RequestState, pause_s: float) -> None:
+    """Log that the stream stood still for `pause_s`, and goes on."""
+    extra = about(state.log_context, tokens=len(state.tokens), pause_s=round(pause_s, 3))
     _log.info("a stream goes on at another attempt", extra=extra)

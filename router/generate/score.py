@@ -6,18 +6,11 @@ from collections.abc import AsyncGenerator
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost
 from twostroke.protocol.messages import Cancel
-from twostroke.protocol.requests import GenerateRequest, PromptScores, TokenEvent, about
-from twostroke.router.attempt_events import AttemptLog, DecodeFailed, ScoreDone
+from twostroke.protocol.requests import GenerateRequest, TokenEvent, about
 from twostroke.router.generate.attempt import AttemptDeps, out_of_time
+from twostroke.router.request_state import AttemptLog, DecodeFailed, PromptScored, ScoreDone
 
 _log = logging.getLogger(__name__)
-
-
-class PromptScored(TokenEvent, frozen=True, array_like=True):
-    """The result of scoring a prompt, with the one token after it where that is wanted."""
-
-    scores: PromptScores | None = None
-    embedding: bytes = b""  # as in PrefillReply
 
 
 class ScoreAttempt:

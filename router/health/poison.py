@@ -23,7 +23,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.settings import Section
-from twostroke.router.attempt_events import SuspectRequest
+from twostroke.router.request_state import SuspectRequest
 
 REMEMBERED_S = 120.0
 """Seconds for which a death counts against the requests that were there."""

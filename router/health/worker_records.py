@@ -26,7 +26,10 @@ from twostroke.protocol.errors import (
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import ROLES
-from twostroke.router.attempt_events import (
+from twostroke.router.channels.token_channels import TokenChannels
+from twostroke.router.fleet import Fleet, Path
+from twostroke.router.health.poison import Suspects, SuspectsConfig
+from twostroke.router.request_state import (
     AttemptContext,
     AttemptEnded,
     AttemptEvent,
@@ -37,9 +40,6 @@ from twostroke.router.attempt_events import (
     ScoreDone,
     SuspectRequest,
 )
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.fleet import Fleet, Path
-from twostroke.router.health.poison import Suspects, SuspectsConfig
 
 K = TypeVar("K", bound=Hashable)
 

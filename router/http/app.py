@@ -31,7 +31,7 @@ from twostroke.router.http.page import feed, page
 from twostroke.router.http.responses import error_response, is_anthropic, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.http.worker_orders import WorkerOrder, carry_out
-from twostroke.router.observe.access_log import CLIENT_GONE, Exchanges, exchange_of
+from twostroke.router.observe.request_log import CLIENT_GONE, RequestLogging, request_log
 from twostroke.router.observe.scrape import exposition
 from twostroke.router.openai.answers import (
     ChatCompletion,
@@ -113,7 +113,7 @@ def build_app(service: RouterService, doctor: Doctor) -> FastAPI:
             expose_headers=("x-request-id", "retry-after"),
         )
     app.add_middleware(Deadlines, body_s=service.config.http.body_timeout_s, send_s=service.config.http.send_timeout_s)
-    app.add_middleware(Exchanges, clock=service.clock, began=service.began, over=service.over)
+    app.add_middleware(RequestLogging, clock=service.clock, began=service.began, over=service.over)
     app.add_middleware(RequestIds)
     app.add_exception_handler(TwostrokeError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -178,7 +178,7 @@ async def _generate(
     Raises RequestError for what is wrong, what the caller may not have, and what is too much now.
     """
     service: RouterService = request.app.state.service
-    exchange, tenant = exchange_of(request), tenant_of(request)
+    log, tenant = request_log(request), tenant_of(request)
     service.check(body)
     promise = promise_of(
         service.slo,
@@ -202,7 +202,7 @@ async def _generate(
         created=service.now(),
         service_tier=promise.class_name if service.slo.is_set else None,
     )
-    generation = Generation(service.runner, body, jobs, writer, exchange)
+    generation = Generation(service.runner, body, jobs, writer, log)
     if tenant is not None:
         resources.enter_context(tenant.tokens(generation.most_tokens, generation.used_tokens))
     cut = resources.enter_context(service.gate.cuttable())
@@ -503,7 +503,7 @@ _add_heads(keyed)
 async def _on_error(request: Request, error: Exception) -> Response:
     """Every error of our own is answered as an OpenAI error object, and counted."""
     assert isinstance(error, TwostrokeError)
-    exchange_of(request).refuses(error)
+    request_log(request).refuses(error)
     return error_response(error, request.scope)
 
 
@@ -522,7 +522,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         405: ("method_not_allowed", "the path does not take this method"),
     }.get(error.status_code, ("http_error", "refused"))
     failure = RequestError(message, param="path", code=code, status=error.status_code)
-    exchange_of(request).fails(failure)
+    request_log(request).fails(failure)
     response = error_response(failure, request.scope)
     response.headers.update(error.headers or {})  # which methods the path takes
     return response

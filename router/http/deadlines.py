@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.observe.access_log import exchange_of
+from twostroke.router.observe.request_log import request_log
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """Bytes of an unwanted body that are read and dropped, so that the client gets to see the answer."""
@@ -30,7 +30,7 @@ class Deadlines:
 
     A client that takes nothing is given up: its request ends as if it had left, and frees what it holds.
 
-    For an app with `Exchanges`, which is further outside.
+    For an app with `RequestLogging`, which is further outside.
     """
 
     def __init__(self, app: ASGIApp, *, body_s: float, send_s: float):
@@ -59,7 +59,7 @@ class Deadlines:
         except Exception:
             if not answer.is_stalled:
                 raise
-            exchange_of(HTTPConnection(scope)).code = "client_stalled"
+            request_log(HTTPConnection(scope)).code = "client_stalled"
             _log.info("a client took nothing of its answer for %g s, and is given up", self._send_s)
         finally:
             answer.close()

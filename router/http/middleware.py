@@ -15,7 +15,7 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import LOG_CONTEXT, LogContext
 from twostroke.router.http.responses import error_response, is_anthropic
 from twostroke.router.http.tenants import Tenant, Tenants
-from twostroke.router.observe.access_log import MINTED, exchange_of
+from twostroke.router.observe.request_log import MINTED, request_log
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
 """Paths that load balancers may request by any name: they show nothing but the state."""
@@ -71,7 +71,7 @@ class Origins:
     address once the page is open, wherever we listen. A key keeps such a page out. Where none is needed, `hosts` are
     the public names that we are called by, beside those of `allowed` origins; None: any, since a key is needed.
 
-    For an app with `Exchanges`.
+    For an app with `RequestLogging`.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str], *, hosts: Collection[str] | None):
@@ -93,7 +93,7 @@ class Origins:
                 way_out = "name it in router.hosts, or have the server ask for API keys"
                 error = _cross_origin("this server is not known by the name that it is called by", way_out, "Host")
             if error is not None:
-                exchange_of(HTTPConnection(scope)).refuses(error)
+                request_log(HTTPConnection(scope)).refuses(error)
                 await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -139,7 +139,7 @@ class Authentication:
     """Middleware: where there are keys, no request without one gets further than the open paths.
 
     Paths that don't exist say so to those with a key alone. What a key sends is counted here. For an app with
-    `Exchanges`.
+    `RequestLogging`.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants | None):
@@ -155,14 +155,14 @@ class Authentication:
             return
         path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         if path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            exchange = exchange_of(HTTPConnection(scope))
+            log = request_log(HTTPConnection(scope))
             try:
                 tenant = scope[_TENANT] = self._tenants.of(_authorization(Headers(scope=scope)))
-                exchange.tenant = tenant.name
+                log.tenant = tenant.name
                 if scope["method"] == "POST":
                     tenant.count_request()
             except RequestError as error:
-                exchange.refuses(error)
+                log.refuses(error)
                 await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

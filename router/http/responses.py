@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
-from twostroke.router.observe.access_log import exchange_of
+from twostroke.router.observe.request_log import request_log
 from twostroke.router.openai.answers import encode_json, error_event, error_object
 from twostroke.router.openai.messages import message_error
 
@@ -148,7 +148,7 @@ class _EventStream(StreamingResponse):
             except ClientDisconnect:
                 return
             except ServerEnds as error:
-                exchange_of(HTTPConnection(scope)).refuses(error)
+                request_log(HTTPConnection(scope)).refuses(error)
                 await send({"type": "http.response.body", "body": self._failure(error), "more_body": False})
 
     async def _send_rest(self, send: Send) -> None:

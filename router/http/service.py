@@ -23,9 +23,9 @@ from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.config import HttpConfig
 from twostroke.router.http.tenants import Tenants
-from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.feed import Feed
 from twostroke.router.observe.metrics import RouterMetrics
+from twostroke.router.observe.request_log import RequestLog
 from twostroke.router.observe.scaling import Expected, LastScaling, planned_families, scaling_status
 from twostroke.router.observe.scrape import (
     OtherRouters,
@@ -151,19 +151,19 @@ class RouterService:
         if self.traces is not None:
             await asyncio.to_thread(self.traces.close)
 
-    def began(self, exchange: HttpExchange) -> None:
+    def began(self, log: RequestLog) -> None:
         """A request has come."""
         if self.traces is not None:
-            self.traces.begin(exchange)
-        self.feed.began(exchange)
+            self.traces.begin(log)
+        self.feed.began(log)
 
-    def over(self, exchange: HttpExchange) -> None:
+    def over(self, log: RequestLog) -> None:
         """A request has ended: count it, and hand it to those who trace."""
-        if exchange.refusal is not None:
-            self._metrics.refused(exchange.refusal)
-        self.feed.over(exchange)
+        if log.refusal is not None:
+            self._metrics.refused(log.refusal)
+        self.feed.over(log)
         if self.traces is not None:
-            self.traces.record(exchange)
+            self.traces.record(log)
 
     def now(self) -> int:
         """Seconds since 1970, for `created`."""

@@ -1,6 +1,6 @@
 """The feed of what goes on, which the page shows: sequences on their way through the workers, and the workers.
 
-Nothing on a token's way calls the feed. A subscriber's loop looks at the stages of running requests ten times a second,
+Nothing on a token's way calls the feed. A subscriber's loop looks at the state of running requests ten times a second,
 and sends what has changed since its last look. Without subscribers it costs nothing; a sequence has ten events a second
 at most, however many tokens it gets; a slow subscriber looks less often, and nothing queues up for it. Requests that
 ended meanwhile are in a ring; the subscriber is told how many have fallen out of it.
@@ -20,10 +20,9 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
-from twostroke.protocol.requests import GenerateRequest
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.observe.access_log import HttpExchange
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.observe.request_log import RequestLog
+from twostroke.router.request_state import RequestState
 
 LOOK_S = 0.1
 """Seconds between two looks of a subscriber."""
@@ -67,22 +66,22 @@ class Feed:
         self._workers = workers
         self._clock = clock
         self._numbers = count(1)
-        self._under_way: dict[HttpExchange, int | None] = {}  # with their numbers, once they generate
+        self._under_way: dict[RequestLog, int | None] = {}  # with their numbers, once they generate
         self._ended: deque[Ended] = deque(maxlen=MOST_ENDED)
         self._num_ended = 0  # those that have fallen out of the ring, too
         self._subscribers: Counter[str | None] = Counter()
 
-    def began(self, exchange: HttpExchange) -> None:
+    def began(self, log: RequestLog) -> None:
         """A request has come. It has no sequences unless it is to generate some, and has been understood."""
-        self._under_way[exchange] = None
+        self._under_way[log] = None
 
-    def over(self, exchange: HttpExchange) -> None:
+    def over(self, log: RequestLog) -> None:
         """The request is over."""
-        for name, request, stages in self._sequences(exchange):
-            fields = _fields(exchange, request, stages) | {"state": "over", "end": _end(exchange, stages)}
-            self._ended.append(Ended(exchange.ended, exchange.tenant, name, fields))
+        for name, state in self._sequences(log):
+            fields = _fields(log, state) | {"state": "over", "end": _end(log, state)}
+            self._ended.append(Ended(log.ended, log.tenant, name, fields))
             self._num_ended += 1
-        del self._under_way[exchange]
+        del self._under_way[log]
 
     @contextmanager
     def _place(self, tenant: str | None) -> Iterator[None]:
@@ -149,74 +148,71 @@ class Feed:
     def _live(self, tenant: str | None, *, sees_all: bool) -> tuple[list[tuple[str, dict[str, Any]]], int]:
         """The oldest sequences under way, and how many more there are."""
         mine = (
-            (exchange, one)
-            for exchange in self._under_way
-            if exchange.requests and (sees_all or exchange.tenant == tenant)
-            for one in self._sequences(exchange)
+            (log, one)
+            for log in self._under_way
+            if log.choices and (sees_all or log.tenant == tenant)
+            for one in self._sequences(log)
         )
-        shown = [
-            (name, _fields(exchange, request, stages))
-            for exchange, (name, request, stages) in islice(mine, MOST_SEQUENCES)
-        ]
+        shown = [(name, _fields(log, state)) for log, (name, state) in islice(mine, MOST_SEQUENCES)]
         return shown, sum(1 for _ in mine)
 
-    def _sequences(self, exchange: HttpExchange) -> Iterator[tuple[str, GenerateRequest, SequenceStages]]:
+    def _sequences(self, log: RequestLog) -> Iterator[tuple[str, RequestState]]:
         """Those of a request, each with its name in the feed."""
-        number = self._under_way[exchange]
-        if number is None and exchange.requests:
-            number = self._under_way[exchange] = next(self._numbers)
-        for choice, (request, stages) in enumerate(zip(exchange.requests, exchange.stages, strict=True)):
-            yield f"{number}.{choice}", request, stages
+        number = self._under_way[log]
+        if number is None and log.choices:
+            number = self._under_way[log] = next(self._numbers)
+        for choice, state in enumerate(log.choices):
+            yield f"{number}.{choice}", state
 
 
-def _fields(exchange: HttpExchange, request: GenerateRequest, stages: SequenceStages) -> dict[str, Any]:
+def _fields(log: RequestLog, state: RequestState) -> dict[str, Any]:
     """Return the known facts of a sequence; None: has not happened, or not yet. Moments are those of events' `now`."""
-    path = stages.path
+    request, path, last = state.request, state.path, state.last
     prefill = None if path is None or path.prefill is None else path.prefill
     return {
-        "label": exchange.request_id if exchange.has_minted_id else None,
+        "label": log.request_id if log.has_minted_id else None,
         "class": request.promise.class_name,
-        "state": _state(stages),
-        "attempt": stages.attempts,
-        "prefill_failures": stages.prefill_failures,
+        "state": _phase(state),
+        "attempt": len(state.attempts),
+        "prefill_failures": state.prefill_failures,
         "prefill": None if prefill is None else prefill.peer.worker_id,
         "decode": None if path is None else path.decode.peer.worker_id,
         "prompt_tokens": request.num_prompt_tokens,
-        "cached_tokens": stages.num_cached_tokens,
-        "output_tokens": stages.num_output_tokens,
-        "output_steps": stages.num_output_steps,
+        "cached_tokens": state.num_cached_tokens,
+        "output_tokens": state.num_output_tokens,
+        "output_steps": state.num_output_steps,
         "kv_bytes": None
-        if prefill is None
-        else _kv_bytes(prefill, request.num_prompt_tokens - stages.num_skipped_tokens),
-        "preemptions": stages.num_preemptions,
-        "moves": [(_ms(one.at), one.source, one.target) for one in stages.moves],
-        "arrived": _ms(stages.arrive),
-        "begun": _ms(stages.begun),
-        "prompt_done": _ms(stages.prompt_done),
-        "first_token": _ms(stages.first_token),
-        "decoding": _ms(stages.decoding),
-        "finished": _ms(stages.finish),
-        "prefill_queue_s": _ms(stages.prefill_queue_s),
-        "prefill_s": _ms(stages.prefill_s),
-        "chunks": [_ms(one) for one in stages.chunk_ends_s],
-        "transfer_s": _ms(stages.transfer_s),
-        "decode_queue_s": _ms(stages.decode_queue_s),
+        if prefill is None or last is None
+        else _kv_bytes(prefill, request.num_prompt_tokens - last.num_skipped_tokens),
+        "preemptions": state.num_preemptions,
+        "moves": [(_ms(one.at), one.source, one.target) for one in state.moves],
+        "arrived": _ms(state.arrive),
+        "begun": _ms(None if last is None else last.begin),
+        "prompt_done": _ms(None if last is None else last.prompt_done),
+        "first_token": _ms(state.first_token),
+        "decoding": _ms(None if last is None else last.decoding),
+        "finished": _ms(state.finish),
+        "prefill_queue_s": _ms(state.prefill_queue_s),
+        "prefill_s": _ms(state.prefill_s),
+        "chunks": [_ms(one) for one in (last.chunk_ends_s if last else ())],
+        "transfer_s": _ms(state.transfer_s),
+        "decode_queue_s": _ms(state.decode_queue_s),
     }
 
 
-def _state(stages: SequenceStages) -> str:
-    if stages.begun is None:
+def _phase(state: RequestState) -> str:
+    if not state.attempts:
         return "waiting"
-    if stages.finish is not None:
+    if state.finish is not None:
         return "finished"
-    return "prompt" if stages.first_token is None else "decoding"
+    return "prompt" if state.first_token is None else "decoding"
 
 
-def _end(exchange: HttpExchange, stages: SequenceStages) -> str:
+def _end(log: RequestLog, state: RequestState) -> str:
     """Return how it ended: a finish reason, the code of an error, or `left` where its client did."""
-    if exchange.code is not None:
-        return exchange.code
-    return stages.finish_reason or "left"
+    if log.code is not None:
+        return log.code
+    return state.finish_reason or "left"
 
 
 def _kv_bytes(info: WorkerInfo, num_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """Log lines, as text or as JSON. What comes from outside can't break a line or paint a terminal in either.
 
-Prompts, answers and API keys are never logged; `tests/router/observe/test_access_log.py` looks for them.
+Prompts, answers and API keys are never logged; `tests/router/observe/test_request_log.py` looks for them.
 """
 
 import json

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.protocol.requests import GenerateRequest
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import RequestState
 from twostroke.router.slo.admission import Admission, Limit
 from twostroke.router.slo.attainment import SLOAttainment, SLOVerdict
 from twostroke.router.slo.classes import SLOClass
@@ -75,7 +75,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, Sequence[float]]] = {
     "decode_s": ("request_decode_time_seconds", "From the first token to the last.", _LATENCY_BUCKETS),
     "num_output_tokens": ("request_generation_tokens", "Tokens of a choice.", _COUNT_BUCKETS),
 }
-"""Histograms of choices that are over, by the attribute of `SequenceStages`: name, help, buckets."""
+"""Histograms of choices that are over, by the attribute of `RequestState`: name, help, buckets."""
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_output_tokens": ("generation_tokens", "Tokens sent to clients."),
@@ -87,7 +87,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
         "Prompts that the decode worker computed because the prefill worker failed.",
     ),
 }
-"""Counters of choices that are over, by the attribute of `SequenceStages`."""
+"""Counters of choices that are over, by the attribute of `RequestState`."""
 
 
 class RouterMetrics:
@@ -194,25 +194,23 @@ class RouterMetrics:
         if request.grammar:
             self._constrained.inc()
 
-    def ended(
-        self, request: GenerateRequest, stages: SequenceStages, outcome: Outcome, verdict: SLOVerdict | None
-    ) -> None:
+    def ended(self, state: RequestState, outcome: Outcome, verdict: SLOVerdict | None) -> None:
         """A choice that had begun is over. Without a verdict its promises don't count: its client has left."""
         self._in_flight.dec()
         self._outcomes.labels(self._model, outcome).inc()
-        for tried in stages.tries:
-            if tried.error is not None:
-                self._failed_attempts.labels(self._model, tried.error).inc()
+        for attempt in state.all_attempts:
+            if attempt.error is not None:
+                self._failed_attempts.labels(self._model, attempt.error).inc()
         for attribute, counter in self._counters.items():
-            counter.inc(getattr(stages, attribute))
+            counter.inc(getattr(state, attribute))
         for attribute, histogram in self._histograms.items():
-            value = getattr(stages, attribute)
+            value = getattr(state, attribute)
             if value is not None:
                 histogram.observe(value)
-        for seconds in stages.decisions_s:
+        for seconds in state.decisions_s:
             self._decision_time.observe(seconds)
         if verdict is not None:
-            self._judged(request.promise.class_name, stages, verdict)
+            self._judged(state, verdict)
 
     def overloaded(self, request: GenerateRequest, limit: Limit) -> None:
         """Admission has refused a choice, which is over, too."""
@@ -227,11 +225,12 @@ class RouterMetrics:
         """Return the SLO attainment of a class over the last minutes."""
         return self._attainment.of(class_name, self._clock())
 
-    def _judged(self, class_name: str, stages: SequenceStages, verdict: SLOVerdict) -> None:
+    def _judged(self, state: RequestState, verdict: SLOVerdict) -> None:
+        class_name = state.request.promise.class_name
         self._verdicts.labels(self._model, class_name, verdict).inc()
         self._attainment.record(class_name, verdict, self._clock())
-        if stages.predicted is not None:
-            expected, ttft_s = stages.predicted
+        if state.predicted is not None:
+            expected, ttft_s = state.predicted
             if expected.ttft_s > 0:
                 self._ratio.labels(self._model, class_name).observe(ttft_s / expected.ttft_s)
 

@@ -39,8 +39,8 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from twostroke.router.observe.access_log import HttpExchange
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.observe.request_log import RequestLog
+from twostroke.router.request_state import RequestState
 
 MAX_CHOICES = 16
 """Most choices of a request that have spans."""
@@ -113,27 +113,27 @@ class OpenTelemetryTraces:
         self._wall_clock = wall_clock
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, exchange: HttpExchange) -> None:
+    def begin(self, log: RequestLog) -> None:
         """Draw the id of the request's trace, which its log lines tell, where it takes no part in a client's."""
-        if not exchange.trace_id:
-            exchange.trace_id = format_trace_id(RandomIdGenerator.generate_trace_id(self._ids))
+        if not log.trace_id:
+            log.trace_id = format_trace_id(RandomIdGenerator.generate_trace_id(self._ids))
 
-    def record(self, exchange: HttpExchange) -> None:
+    def record(self, log: RequestLog) -> None:
         """Make the spans of a request that is over just now."""
-        operation = OPERATIONS.get(exchange.route or "")
+        operation = OPERATIONS.get(log.route or "")
         if operation is None:
             return
-        self._ids.next_trace_id = int(exchange.trace_id or "0", 16)
-        spans = _Spans(self._tracer, self._wall_clock() - exchange.ended)
-        parent = self._propagator.extract(exchange.headers)
-        attributes = _attributes(exchange, operation, self._model)
-        root = spans.begin(f"{exchange.method} {exchange.route}", exchange.began, parent, attributes, SpanKind.SERVER)
-        if exchange.status >= 500 or (exchange.status == 200 and exchange.code is not None):  # a stream may fail later
-            root.set_attribute("error.type", exchange.code or str(exchange.status))
+        self._ids.next_trace_id = int(log.trace_id or "0", 16)
+        spans = _Spans(self._tracer, self._wall_clock() - log.ended)
+        parent = self._propagator.extract(log.headers)
+        attributes = _attributes(log, operation, self._model)
+        root = spans.begin(f"{log.method} {log.route}", log.began, parent, attributes, SpanKind.SERVER)
+        if log.status >= 500 or (log.status == 200 and log.code is not None):  # a stream may fail later
+            root.set_attribute("error.type", log.code or str(log.status))
             root.set_status(Status(StatusCode.ERROR))
-        for index, stages in enumerate(exchange.stages[:MAX_CHOICES]):
-            _add_choice(spans, set_span_in_context(root), index, stages)
-        spans.end(root, exchange.ended)
+        for index, state in enumerate(log.choices[:MAX_CHOICES]):
+            _add_choice(spans, set_span_in_context(root), index, state)
+        spans.end(root, log.ended)
 
     def close(self) -> None:
         """Send what has not been sent yet; takes seconds where no receiver answers."""
@@ -164,30 +164,30 @@ class _Spans:
         return int((moment + self.offset_s) * 1e9)
 
 
-def _attributes(exchange: HttpExchange, operation: str, model: str) -> dict[str, AttributeValue]:
+def _attributes(log: RequestLog, operation: str, model: str) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
-        "http.request.method": exchange.method,
-        "http.route": exchange.route or "",
-        "http.response.status_code": exchange.status,
+        "http.request.method": log.method,
+        "http.route": log.route or "",
+        "http.response.status_code": log.status,
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "twostroke",
-        "twostroke.request_id": exchange.request_id,
+        "twostroke.request_id": log.request_id,
     }
-    if exchange.code != "model_not_found":  # another name would be the client's text
+    if log.code != "model_not_found":  # another name would be the client's text
         attributes["gen_ai.request.model"] = model
-    if not exchange.requests:  # refused before it was understood
+    if not log.choices:  # refused before it was understood
         return attributes
-    request, drawn = exchange.requests[0], exchange.requests[0].sampling
+    request, drawn = log.choices[0].request, log.choices[0].request.sampling
     attributes |= {
         "gen_ai.response.model": model,
-        "gen_ai.usage.input_tokens": exchange.num_prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": exchange.num_cached_tokens,
+        "gen_ai.usage.input_tokens": log.num_prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": log.num_cached_tokens,
         "twostroke.slo_class": request.promise.class_name,
     }
     if operation == "embeddings":
         return attributes
-    first_tokens = [stages.ttft_s for stages in exchange.stages if stages.ttft_s is not None]
-    if exchange.is_stream and first_tokens:
+    first_tokens = [one.ttft_s for one in log.choices if one.ttft_s is not None]
+    if log.is_stream and first_tokens:
         attributes["gen_ai.response.time_to_first_chunk"] = min(first_tokens)
     if drawn.top_k:
         attributes["gen_ai.request.top_k"] = drawn.top_k
@@ -197,43 +197,45 @@ def _attributes(exchange: HttpExchange, operation: str, model: str) -> dict[str,
         "gen_ai.request.top_p": drawn.top_p,
         "gen_ai.request.frequency_penalty": drawn.frequency_penalty,
         "gen_ai.request.presence_penalty": drawn.presence_penalty,
-        "gen_ai.request.choice.count": len(exchange.requests),
-        "gen_ai.request.stream": exchange.is_stream,
-        "gen_ai.response.finish_reasons": [one.finish_reason for one in exchange.stages if one.finish_reason],
-        "gen_ai.usage.output_tokens": exchange.num_output_tokens,
-        "gen_ai.usage.reasoning.output_tokens": sum(stages.num_reasoning_tokens for stages in exchange.stages),
+        "gen_ai.request.choice.count": len(log.choices),
+        "gen_ai.request.stream": log.is_stream,
+        "gen_ai.response.finish_reasons": [one.finish_reason for one in log.choices if one.finish_reason],
+        "gen_ai.usage.output_tokens": log.num_output_tokens,
+        "gen_ai.usage.reasoning.output_tokens": sum(one.num_reasoning_tokens for one in log.choices),
     }
 
 
-def _add_choice(spans: _Spans, parent: Context, index: int, stages: SequenceStages) -> None:
-    if stages.admit is not None and not stages.follows:
-        spans.end(spans.begin("router/admission", stages.arrive, parent), stages.admit)
-    for number, tried in enumerate(stages.tries, start=1):
+def _add_choice(spans: _Spans, parent: Context, index: int, state: RequestState) -> None:
+    if state.admit is not None and not state.follows:
+        spans.end(spans.begin("router/admission", state.arrive, parent), state.admit)
+    for number, tried in enumerate(state.all_attempts, start=1):
+        prefill, decode = tried.path.worker_ids
+        end = tried.begin if tried.end is None else tried.end
         attributes: dict[str, AttributeValue] = {
             "twostroke.choice": index,
             "twostroke.attempt": number,
             "twostroke.cached_tokens": tried.num_cached_tokens,
         }
-        workers = {"twostroke.prefill_worker": tried.prefill, "twostroke.decode_worker": tried.decode}
+        workers = {"twostroke.prefill_worker": prefill, "twostroke.decode_worker": decode}
         attributes |= {name: worker for name, worker in workers.items() if worker}
         span = spans.begin("router/attempt", tried.begin, parent, attributes)
         if tried.error is not None:
-            span.add_event("exception", {"exception.type": tried.error}, spans.ns(tried.end))
+            span.add_event("exception", {"exception.type": tried.error}, spans.ns(end))
             span.set_status(Status(StatusCode.ERROR, tried.error))
         within = set_span_in_context(span)
         if tried.prefill_s is not None:
             at_prefill = [("queue", tried.prefill_queue_s), ("prefill", tried.prefill_s)]
-            role = "prefill_worker" if tried.prefill else "decode_worker"  # which may read a prompt, too
-            _add_stages(spans, within, tried.begin, role, tried.prefill or tried.decode, at_prefill)
+            role = "prefill_worker" if prefill else "decode_worker"  # which may read a prompt, too
+            _add_stages(spans, within, tried.begin, role, prefill or decode, at_prefill)
         if tried.decode_queue_s is not None:  # the decode worker has answered
-            decode_s = tried.end - tried.begin - (tried.transfer_s or 0.0) - tried.decode_queue_s
+            decode_s = end - tried.begin - (tried.transfer_s or 0.0) - tried.decode_queue_s
             at_decode = [
                 ("transfer", tried.transfer_s),
                 ("queue", tried.decode_queue_s),
                 ("decode", max(0.0, decode_s)),
             ]
-            _add_stages(spans, within, tried.begin, "decode_worker", tried.decode, at_decode)
-        spans.end(span, tried.end)
+            _add_stages(spans, within, tried.begin, "decode_worker", decode, at_decode)
+        spans.end(span, end)
 
 
 def _add_stages(

@@ -19,9 +19,9 @@ from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import ROLES, Role, TierStats, WorkerInfo, WorkerStats
-from twostroke.router.attempt_events import MOVE_REASONS, MoveReason
 from twostroke.router.fleet import PATH_KINDS, PathKind
 from twostroke.router.observe.metrics import family
+from twostroke.router.request_state import MOVE_REASONS, MoveReason
 
 WorkerNumbers = Sequence[tuple[WorkerInfo, WorkerStats]]
 

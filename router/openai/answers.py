@@ -15,10 +15,9 @@ from typing_extensions import TypedDict
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.protocol.requests import FinishReason
 from twostroke.router.fleet import PathKind
-from twostroke.router.observe.stages import SequenceStages
-from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode
@@ -108,11 +107,11 @@ class Usage(TypedDict):
     stages: NotRequired[list[StageTimes]]
 
 
-def stage_times(stages: SequenceStages) -> StageTimes:
+def stage_times(state: RequestState) -> StageTimes:
     """A choice's stages as the response shows them."""
-    times = {name: getattr(stages, name) for name in StageTimes.__annotations__ if name.endswith("_s")}
-    counts = {"resumes": stages.resumes, "preemptions": stages.num_preemptions, "moves": len(stages.moves)}
-    path = {} if stages.path_kind is None else {"path": stages.path_kind}
+    times = {name: getattr(state, name) for name in StageTimes.__annotations__ if name.endswith("_s")}
+    counts = {"resumes": state.resumes, "preemptions": state.num_preemptions, "moves": len(state.moves)}
+    path = {} if state.path_kind is None else {"path": state.path_kind}
     written = {name: seconds for name, seconds in times.items() if seconds is not None}
     return cast(StageTimes, written | {name: count for name, count in counts.items() if count} | path)
 

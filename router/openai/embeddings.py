@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.router.openai.answers import ChoiceDelta, PromptTokensDetails, ResponseWriter, Usage, encode_json
 from twostroke.router.openai.fields import FieldError, ShortText
-from twostroke.router.openai.jobs import ChoiceJob, JobMaker, PromptToScore, RequestLimits
+from twostroke.router.openai.jobs import JobMaker, RequestLimits
 from twostroke.router.openai.schemas import (
     MAX_CHOICES,
     ModelRequest,
@@ -20,6 +20,7 @@ from twostroke.router.openai.schemas import (
     TextFields,
     TokenIds,
 )
+from twostroke.router.request_state import ChoiceJob, PromptToScore
 from twostroke.router.text.tokenizer import TextTokenizer
 
 MAX_INPUTS = 2048
@@ -83,7 +84,7 @@ async def embedding_jobs(maker: JobMaker, body: EmbeddingRequest, limits: Reques
             promise=limits.promise,
             scoring=params,
         )
-        jobs.append(ChoiceJob(index, index, request, (), prompt=PromptToScore(request)))
+        jobs.append(ChoiceJob(request, index, index, prompt=PromptToScore(request)))
     return jobs
 
 

@@ -13,7 +13,6 @@ import msgspec
 from twostroke.protocol.errors import ContextExceeded, RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams, ScoringParams
-from twostroke.router.generate.score import PromptScored
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -24,11 +23,11 @@ from twostroke.router.openai.schemas import (
 )
 from twostroke.router.openai.structured import grammar_of
 from twostroke.router.openai.tools import Tool
+from twostroke.router.request_state import ChatParsing, ChoiceJob, PromptToScore
 from twostroke.router.text.call_grammar import AnswerGrammar, CallableFunction
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.grammar import GrammarChecks
 from twostroke.router.text.output_format import CallSyntax, OutputFormat
-from twostroke.router.text.response_parser import ResponseParser
 from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -36,50 +35,6 @@ _SEED_MASK = 2**63 - 1
 MAX_RESPONSE_ITEMS = 2**20
 _LEAST_TOP_P = 1e-6
 """Least top_p of workers: clients may ask for 0; this leaves the likeliest token alone."""
-
-
-@dataclass
-class PromptToScore:
-    """A prompt to score once for all of its choices."""
-
-    request: GenerateRequest  # with `scoring`
-    scored: PromptScored | None = None  # None: not scored yet
-
-
-@dataclass(frozen=True)
-class ChoiceJob:
-    """One choice of a response."""
-
-    index: int  # of the choice in the response
-    group: int  # of its prompt: choices of one prompt share its prefix
-    request: GenerateRequest  # a template, see Pipeline.generate
-    stop: tuple[str, ...]
-    echo: str = ""  # shown before the first token
-    shows_stop: bool = False  # the stop string or token that ends it has its text in it
-    shows_special: bool = False  # special tokens have their names in it
-    prompt: PromptToScore | None = None  # before the first token, where something is to be read off it
-    echoes_logprobs: bool = False  # those of prompt tokens are shown like those of the answer
-    prompt_logprobs: int | None = None  # how many alternatives vLLM's field has; None: there is none
-    left_out: tuple[str, ...] = ()  # keywords of lenient schemas that the answer is not held to
-    chat: "ChatParsing | None" = None  # how the answer is taken apart; None: it is text
-
-    @property
-    def has_tools(self) -> bool:
-        """Return whether the answer may be calls alone."""
-        return self.chat is not None and self.chat.has_tools
-
-
-@dataclass(frozen=True)
-class ChatParsing:
-    """The parser that tells a chat's calls and reasoning from its content."""
-
-    opened: ResponseParser  # it has read what the prompt has of the answer: once, however many choices there are
-    includes_reasoning: bool = True
-    has_tools: bool = False  # the answer may be calls alone
-
-    def parser(self) -> ResponseParser:
-        """A parser of one choice."""
-        return self.opened.copy()
 
 
 @dataclass(frozen=True)
@@ -173,8 +128,8 @@ class JobMaker:
             scored = 0 if body.prompt_logprobs is None else len(token_ids) * (1 + body.prompt_logprobs)
             default = min(default, max(1, (self._max_items - scored) // items_per_token))
         is_long = len(text) > OFF_LOOP_CHARS
-        chat = await asyncio.to_thread(self._reading, body, text) if is_long else self._reading(body, text)
-        grammar = await self._whole_grammar(body, chat, grammar, checks)
+        chat = await asyncio.to_thread(self._chat_parser, body, text) if is_long else self._chat_parser(body, text)
+        grammar = await self._answer_grammar(body, chat, grammar, checks)
         request = self._request(body, token_ids, "messages", default, logprobs, limits, grammar)
         request = msgspec.structs.replace(request, prediction=await self._prediction(body, limits))
         return _choices(body, request, chat=chat)
@@ -186,7 +141,7 @@ class JobMaker:
         token_ids = await self.encode(text, "prediction", limits.max_context, add_special_tokens=False)
         return tuple(self.checked(token_ids, "prediction", limits.max_context))
 
-    def _reading(self, body: ChatRequest, prompt: str) -> ChatParsing | None:
+    def _chat_parser(self, body: ChatRequest, prompt: str) -> ChatParsing | None:
         """Raises RequestError where tools are offered, and the format of this model's calls is not known."""
         form, tools = self._format(body), body.allowed_tools
         if tools and form is None:
@@ -215,7 +170,7 @@ class JobMaker:
         is_known = form is not None and form.language.has_calls and (form.call is not None or not body.forced_tools)
         return form if is_known else self._tokenizer.generic_format
 
-    async def _whole_grammar(
+    async def _answer_grammar(
         self, body: ChatRequest, chat: ChatParsing | None, grammar: str, checks: GrammarChecks
     ) -> str:
         """Return the grammar of the whole answer: calls, reasoning, and the `grammar` of the content."""
@@ -436,11 +391,13 @@ def _choices(
         max_tokens = request.max_tokens if num == 1 and request.max_tokens == 1 else 0
         params = ScoringParams(logprobs=max(wanted, default=None))
         prompt = PromptToScore(msgspec.structs.replace(request, max_tokens=max_tokens, scoring=params))
+        if max_tokens == request.max_tokens:  # nothing is drawn after it
+            request = prompt.request
     return [
         ChoiceJob(
+            _reseeded(request, i),
             group * num + i,
             group,
-            _reseeded(request, i),
             stop,
             echo,
             shows_stop=bool(body.include_stop_str_in_output),

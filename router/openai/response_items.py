@@ -24,7 +24,6 @@ from twostroke.router.openai.answers import (
     token_logprobs,
 )
 from twostroke.router.openai.fields import StrictModel
-from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.responses import (
     ReasoningFields,
     ResponsesRequest,
@@ -33,6 +32,7 @@ from twostroke.router.openai.responses import (
     name_within,
 )
 from twostroke.router.openai.schemas import GenerationFields
+from twostroke.router.request_state import ChoiceJob
 from twostroke.router.text.tokenizer import TextTokenizer
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -9,8 +9,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest, Peer
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptEvent, DecodeDone, PrefillDone
 from twostroke.router.fleet import NoPath, Path, PathEstimate
+from twostroke.router.request_state import AttemptContext, AttemptEnded, AttemptEvent, DecodeDone, PrefillDone
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.cheapest_path import (
     PathQuery,

@@ -12,7 +12,7 @@ import msgspec
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Peer
-from twostroke.router.attempt_events import (
+from twostroke.router.request_state import (
     AttemptContext,
     AttemptEnded,
     AttemptEvent,

@@ -28,7 +28,7 @@ from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.worker.role import Policies
 from twostroke.worker.worker import Worker
 
@@ -124,13 +124,14 @@ class Served:
     channels: TokenChannels
 
     async def generate(
-        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, stages: SequenceStages | None = None
+        self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams, states: list[RequestState] | None = None
     ) -> list[int]:
-        """The output tokens of one request that ignores EOS."""
-        request = GenerateRequest("", "", tuple(prompt), len(prompt), sampling, max_tokens)
+        """The output tokens of one request that ignores EOS. Its record is appended to `states`."""
+        state = new_state(GenerateRequest("", "", tuple(prompt), len(prompt), sampling, max_tokens))
+        if states is not None:
+            states.append(state)
         tokens: list[int] = []
-        stages = stages or SequenceStages(time.monotonic())
-        async with contextlib.aclosing(self.pipeline.generate(request, stages)) as events:
+        async with contextlib.aclosing(self.pipeline.generate(state)) as events:
             async for event in events:
                 assert event.index == len(tokens)
                 tokens.extend(token.token_id for token in event.tokens)
@@ -144,6 +145,11 @@ class Served:
             # Workers tell nobody when they become idle: that would be an event without a reader.
             while any(w.stats().owned_blocks or w.stats().num_running for w in self.fleet.by_peer.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+def new_state(request: GenerateRequest) -> RequestState:
+    """The record of a request that has just come."""
+    return RequestState(ChoiceJob(request), time.monotonic())
 
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch, is_meant: Callable[[TcpStream], bool] = lambda _: True) -> list[int]:

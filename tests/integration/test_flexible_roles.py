@@ -1,7 +1,6 @@
 """Prefill workers that write answers: the same tokens, beside prompts and streams of other roles. Real engines."""
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, 
 from tests.integration.test_transfers import some_tokens
 from twostroke.router.fleet import Path as WorkerPath
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.routing.chooser import PathChooser
 
 SHAPE = Shape("tcp", num_blocks=256, pipeline=PipelineConfig(pulls=False))
@@ -53,8 +51,7 @@ async def test_a_prefill_worker_alone_writes_the_tokens_of_a_decode_worker(
 
 async def test_pairs_and_a_prefill_worker_alone_serve_side_by_side(folder: Path, expected: list[list[int]]) -> None:
     async with serve(folder, replace(SHAPE, prefill_step_tokens=64, decode={"max_batch": 2})) as served:
-        stages = SequenceStages(time.monotonic())
-        await served.generate(some_tokens(100, seed=1), 3, GREEDY, stages)  # so that costs are known
+        await served.generate(some_tokens(100, seed=1), 3, GREEDY)  # so that costs are known
         for _ in range(3):
             assert await answers(served) == expected
         await served.idle()

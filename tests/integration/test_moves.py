@@ -5,7 +5,6 @@ What may go wrong with a transfer at each of its steps is shown by tests/faults:
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SamplingParams, Ticket
 from twostroke.router.generate import moves
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import RequestState
 from twostroke.worker.worker import Worker
 
 ANSWER = 300
@@ -40,16 +39,9 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves, "LOOK_S", 0.01)
 
 
-async def answers(served: Served, stages: list[SequenceStages] | None = None) -> list[list[int]]:
-    stages = stages or stages_of_all()
-    calls = [
-        served.generate(prompt, ANSWER, how, one) for prompt, how, one in zip(PROMPTS, SAMPLINGS, stages, strict=True)
-    ]
+async def answers(served: Served, states: list[RequestState] | None = None) -> list[list[int]]:
+    calls = [served.generate(prompt, ANSWER, how, states) for prompt, how in zip(PROMPTS, SAMPLINGS, strict=True)]
     return list(await asyncio.gather(*calls))
-
-
-def stages_of_all() -> list[SequenceStages]:
-    return [SequenceStages(time.monotonic()) for _ in PROMPTS]
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -63,15 +55,15 @@ class UnderWay:
     """Answers that are being written, and a decode worker that writes one of them."""
 
     answers: "asyncio.Task[list[list[int]]]"
-    stages: list[SequenceStages]
+    states: list[RequestState]
     source: Worker
 
 
 @asynccontextmanager
 async def under_way(served: Served, num_tokens: int = 10) -> AsyncIterator[UnderWay]:
     """Have all prompts answered. The longest, which nobody else has, is the source's: its answer has so many tokens."""
-    stages = stages_of_all()
-    task = asyncio.create_task(answers(served, stages))
+    states: list[RequestState] = []
+    task = asyncio.create_task(answers(served, states))
     running = served.pipeline.moves._streams
 
     def sources() -> list[Peer]:
@@ -85,7 +77,7 @@ async def under_way(served: Served, num_tokens: int = 10) -> AsyncIterator[Under
 
     try:
         await until(lambda: bool(sources()) or task.done())
-        yield UnderWay(task, stages, served.fleet.by_peer[sources()[0]])
+        yield UnderWay(task, states, served.fleet.by_peer[sources()[0]])
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -96,9 +88,9 @@ def pulled_tokens(served: Served) -> int:
     return sum(worker.stats().pulled_tokens for worker in served.fleet.by_peer.values())
 
 
-def num_moved(stages: list[SequenceStages]) -> int:
+def num_moved(states: list[RequestState]) -> int:
     """Streams that went on elsewhere with no error."""
-    return sum(tried.error is None for one in stages for tried in one.tries) - len(stages)
+    return sum(tried.error is None for one in states for tried in one.attempts) - len(states)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +107,7 @@ async def test_streams_leave_a_worker_that_drains_and_lose_nothing(
         run.source.leave()
         assert await run.answers == expected
         assert run.source.stats().num_decoding == 0
-        assert num_moved(run.stages) > 0
+        assert num_moved(run.states) > 0
         assert pulled_tokens(served) > 0
         await served.idle()
 
@@ -190,7 +182,7 @@ async def test_streams_that_move_lose_nothing_where(
         run.source.leave()
         assert await run.answers == expected
         assert struck.num_strikes == 1
-        assert num_moved(run.stages) > 0 or "dies" in fault
+        assert num_moved(run.states) > 0 or "dies" in fault
         await served.idle()
         assert served.pipeline.in_flight == 0
 
@@ -225,7 +217,7 @@ async def test_streams_move_with_every_kind_of_kv(kind: str, folder: Path, write
     async with serve(folder, shape) as served, under_way(served, num_tokens=150) as run:
         run.source.leave()
         assert await run.answers == expected
-        assert num_moved(run.stages) > 0
+        assert num_moved(run.states) > 0
         assert pulled_tokens(served) > 0 or kind == "windows in all layers"
         await served.idle()
 

@@ -10,13 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, serve
+from tests.integration.local_fleet import GREEDY, Served, Shape, new_state, serve
 from tests.integration.test_structured_output import site
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint, PromptScorer
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
-from twostroke.router.observe.stages import SequenceStages
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
 from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
@@ -59,7 +58,7 @@ async def test_a_grammar_is_followed_where_the_vocabularys_size_stands_in_text_c
 async def answer(served: Served, request: GenerateRequest) -> list[int]:
     """The tokens of a request as it is, without a router's checks."""
     tokens: list[int] = []
-    async for event in served.pipeline.generate(request, SequenceStages(0.0)):
+    async for event in served.pipeline.generate(new_state(request)):
         tokens += [token.token_id for token in event.tokens]
     return tokens
 

@@ -1,7 +1,6 @@
 """Prompts that are read by real workers, whatever their roles and ranks, through the pipeline."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -9,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, serve
+from tests.integration.local_fleet import GREEDY, Served, Shape, new_state, serve
 from twostroke.protocol.requests import GenerateRequest, ScoringParams
-from twostroke.router.generate.score import PromptScored
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import PromptScored, RequestState
 
 PROMPT = list(range(3, 53))
 BY_BOTH = ScoringParams(logprobs=2, pooling="mean")
@@ -20,13 +18,12 @@ BY_BOTH = ScoringParams(logprobs=2, pooling="mean")
 
 async def read(
     served: Served, prompt: Sequence[int], params: ScoringParams, max_tokens: int = 0
-) -> tuple[PromptScored, SequenceStages]:
-    stages = SequenceStages(time.monotonic())
-    request = GenerateRequest("", "", tuple(prompt), len(prompt), GREEDY, max_tokens, scoring=params)
-    async with aclosing(served.pipeline.generate(request, stages)) as events:
+) -> tuple[PromptScored, RequestState]:
+    state = new_state(GenerateRequest("", "", tuple(prompt), len(prompt), GREEDY, max_tokens, scoring=params))
+    async with aclosing(served.pipeline.generate(state)) as events:
         (event,) = [event async for event in events]
     assert isinstance(event, PromptScored)
-    return event, stages
+    return event, state
 
 
 def assert_alike(event: PromptScored, expected: PromptScored) -> None:
@@ -52,12 +49,12 @@ def test_any_worker_reads_all_of_a_prompt_however_much_is_cached(shape: Shape, w
         async with serve(folder, shape) as served:
             answer = await served.generate(PROMPT, 3, GREEDY)  # and its blocks are cached
             for _ in range(2):
-                event, stages = await read(served, PROMPT, BY_BOTH, max_tokens=1)
+                event, state = await read(served, PROMPT, BY_BOTH, max_tokens=1)
                 assert [token.token_id for token in event.tokens] == answer[:1]
                 assert_alike(event, expected)
-                assert stages.num_cached_tokens == 0
-            last, stages = await read(served, PROMPT, ScoringParams(pooling="last"))
-            assert stages.num_cached_tokens == 48
+                assert state.num_cached_tokens == 0
+            last, state = await read(served, PROMPT, ScoringParams(pooling="last"))
+            assert state.num_cached_tokens == 48
             assert not last.tokens
             assert last.finish_reason == "length"
             await served.idle()

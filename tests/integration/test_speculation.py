@@ -6,17 +6,15 @@ drafted: whether that pays on this machine is no question of these tests.
 
 import asyncio
 import contextlib
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.local_fleet import Served, Shape, serve
+from tests.integration.local_fleet import Served, Shape, new_state, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, SEEDS, SHAPES
 from twostroke.protocol.requests import FinishReason, GenerateRequest, SampledToken, SamplingParams
-from twostroke.router.observe.stages import SequenceStages
 
 STOP = 5
 
@@ -57,7 +55,7 @@ async def ask(served: Served, prompt: tuple[int, ...], max_tokens: int, kind: di
     request = GenerateRequest("", "", prompt, len(prompt), max_tokens=max_tokens, **kind)
     tokens: list[SampledToken] = []
     reason = None
-    async with contextlib.aclosing(served.pipeline.generate(request, SequenceStages(time.monotonic()))) as events:
+    async with contextlib.aclosing(served.pipeline.generate(new_state(request))) as events:
         async for event in events:
             assert event.index == len(tokens)
             tokens += event.tokens

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from twostroke.kvtransfer.config import TransferConfig
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import RequestState
 
 FIRST, ANSWER, MORE, REPLY = 200, 120, 30, 24  # tokens
 WAYS = [  # (transport, block size of the source, of the target)
@@ -37,11 +36,11 @@ def some_tokens(count: int, seed: int) -> list[int]:
     return [draw.randrange(VOCAB) for _ in range(count)]
 
 
-async def two_turns(served: Served, stages: SequenceStages | None = None) -> tuple[list[int], list[int]]:
+async def two_turns(served: Served, states: list[RequestState] | None = None) -> tuple[list[int], list[int]]:
     """The answers of a chat's first turn and of its second."""
     prompt = some_tokens(FIRST, seed=1)
     first = await served.generate(prompt, ANSWER, GREEDY)
-    second = await served.generate([*prompt, *first, *some_tokens(MORE, seed=2)], REPLY, GREEDY, stages)
+    second = await served.generate([*prompt, *first, *some_tokens(MORE, seed=2)], REPLY, GREEDY, states)
     return first, second
 
 
@@ -57,13 +56,13 @@ async def test_the_second_turn_computes_only_what_is_new(
 ) -> None:
     shape = replace(SHAPE, transport=transport, num_prefill=1, block_size=ours, decode_block_size=theirs)
     async with serve(folder, shape) as served:
-        stages = SequenceStages(time.monotonic())
-        assert await two_turns(served, stages) == answers
+        states: list[RequestState] = []
+        assert await two_turns(served, states) == answers
         stats = served.fleet.stats("prefill")
         held = (FIRST + ANSWER - 1) // theirs * theirs
         assert stats.pulled_tokens == held - FIRST // ours * ours
         assert stats.computed_tokens == FIRST + (FIRST + ANSWER + MORE - held)
-        assert stages.num_cached_tokens == held
+        assert [one.num_cached_tokens for one in states] == [held]
         assert stats.transfers_failed == served.fleet.stats("decode").transfers_failed == 0
         await served.idle()
 
@@ -120,13 +119,13 @@ async def test_a_decode_worker_alone_computes_only_what_nobody_holds(
     async with serve(folder, shape) as served:
         said = [*some_tokens(FIRST, seed=1), *first]
         pull_from(served, await prefix_elsewhere(served, said))
-        stages = SequenceStages(time.monotonic())
+        states: list[RequestState] = []
         again = [*said, *some_tokens(MORE, seed=2)]
-        assert await served.generate(again, REPLY, GREEDY, stages) == second
+        assert await served.generate(again, REPLY, GREEDY, states) == second
         stats = served.fleet.stats("decode")
         held = (FIRST + ANSWER) // theirs * theirs
         assert (stats.pulled_tokens, stats.computed_tokens) == (held, len(again) - held)
-        assert stages.num_cached_tokens == held
+        assert [one.num_cached_tokens for one in states] == [held]
         assert stats.transfers_failed == 0
         await served.idle()
 
@@ -172,10 +171,10 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
             unreachable = msgspec.structs.replace(served.fleet.infos[decode], transfer_addresses=(refusing,))
             served.fleet.infos[decode] = unreachable
         for count in (1, 2):  # the second finds what the first has learned of the pair: nothing
-            stages = SequenceStages(time.monotonic())
-            assert await served.generate(prompt, 20, GREEDY, stages) == answer
+            states: list[RequestState] = []
+            assert await served.generate(prompt, 20, GREEDY, states) == answer
             await served.idle()
-            assert (stages.attempts, stages.prefill_failures) == (1, 1)
+            assert [(len(one.attempts), one.prefill_failures) for one in states] == [(1, 1)]
             assert served.fleet.stats("prefill").transfers_failed == count
         assert served.fleet.stats("decode").transfers_failed == 0, "it never saw an offer"
     lines = [

@@ -15,7 +15,7 @@ from twostroke.decode_worker.config import DecodeConfig
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.simulator.memory_network import MemoryFabric
 from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.sim_fleet import SimFleet
@@ -65,7 +65,7 @@ class Site:
     async def _read(self, router: BlindRouter, asked: GenerateRequest) -> list[int]:
         tokens: list[int] = []
         async with aclosing(
-            router.pipeline.generate(asked, SequenceStages(asyncio.get_running_loop().time()))
+            router.pipeline.generate(RequestState(ChoiceJob(asked), asyncio.get_running_loop().time()))
         ) as events:
             async for event in events:
                 tokens += [token.token_id for token in event.tokens]

@@ -3,12 +3,21 @@
 import asyncio
 from contextlib import aclosing
 
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 
 
-async def collect(rig, request, stages=None):
-    """All tokens; checks that indices are contiguous and the end is told once."""
-    return await rest(rig.pipeline.generate(request, stages or SequenceStages(0.0)), [])
+def new_state(request, **fields):
+    """The record of a request that has just come."""
+    return RequestState(ChoiceJob(request), 0.0, **fields)
+
+
+async def collect(rig, request):
+    """All tokens of a request, or of its record; checks that indices are contiguous and the end is told once."""
+    return await rest(generate(rig, request), [])
+
+
+def generate(rig, request):
+    return rig.pipeline.generate(request if isinstance(request, RequestState) else new_state(request))
 
 
 async def rest(events, tokens):
@@ -24,9 +33,9 @@ async def rest(events, tokens):
     return tokens
 
 
-async def nth_token(rig, request, n, stages=None):
+async def nth_token(rig, request, n):
     """A generator that has yielded `n` tokens, and those tokens."""
-    events = rig.pipeline.generate(request, stages or SequenceStages(0.0))
+    events = generate(rig, request)
     tokens = []
     while len(tokens) < n:
         tokens += [token.token_id for token in (await anext(events)).tokens]

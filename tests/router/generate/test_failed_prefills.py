@@ -4,21 +4,20 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.collecting_tokens import allow, collect, go_on, nth_token, rest
+from tests.router.generate.collecting_tokens import allow, collect, go_on, new_state, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.messages import KVNotSent, StatsFrame
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
-from twostroke.router.observe.stages import SequenceStages
 
 
 @pytest.mark.parametrize("failure", [WorkerLost("gone"), RequestError("draining", status=503), ValueError("a bug")])
 async def test_a_failing_prefill_is_done_by_the_decode_worker(fleet_of, a_request, expected, failure):
     async with fleet_of(1, 1) as rig:
         rig["p0"].refusal = failure
-        stages = SequenceStages(0.0)
-        assert await collect(rig, a_request(), stages) == expected(a_request())
+        state = new_state(a_request())
+        assert await collect(rig, state) == expected(a_request())
         assert rig["d0"].told_prefill_failed
-        assert (stages.prefill_failures, stages.attempts, stages.num_cached_tokens) == (1, 1, 5)
+        assert (state.prefill_failures, len(state.attempts), state.num_cached_tokens) == (1, 1, 5)
 
 
 async def test_a_prefill_worker_whose_channel_drops_has_failed_although_its_call_hangs(
@@ -26,13 +25,13 @@ async def test_a_prefill_worker_whose_channel_drops_has_failed_although_its_call
 ):
     async with fleet_of(1, 1) as rig:
         rig["p0"].prefill_gate = asyncio.Event()
-        stages = SequenceStages(0.0)
-        task = asyncio.create_task(collect(rig, a_request(), stages))
+        state = new_state(a_request())
+        task = asyncio.create_task(collect(rig, state))
         await until(lambda: rig["p0"].owned)
         await rig["p0"].close()
         async with asyncio.timeout(20):
             assert await task == expected(a_request())
-        assert (stages.prefill_failures, stages.attempts) == (1, 1)
+        assert (state.prefill_failures, len(state.attempts)) == (1, 1)
 
 
 async def test_prefill_failed_is_repeated_until_the_decode_worker_is_heard(fleet_of, a_request, expected, until):
@@ -61,12 +60,12 @@ async def test_a_prompt_whose_kv_was_not_sent_is_computed_by_the_decode_worker(
         p0, d0 = rig["p0"], rig["d0"]
         p0.keeps_kv = True
         p0.prefill_gate = asyncio.Event()
-        stages = SequenceStages(0.0)
-        task = asyncio.create_task(collect(rig, a_request(), stages))
+        state = new_state(a_request())
+        task = asyncio.create_task(collect(rig, state))
         await until(lambda: p0.owned and d0.owned)
         if when != "before the reply":
             p0.prefill_gate.set()
-            await until(lambda: not p0.owned and stages.first_token is not None)
+            await until(lambda: not p0.owned and state.first_token is not None)
         assert not d0.told_prefill_failed
         say_not_sent(p0)
         if when == "twice":
@@ -74,7 +73,7 @@ async def test_a_prompt_whose_kv_was_not_sent_is_computed_by_the_decode_worker(
         async with asyncio.timeout(20):
             assert await task == expected(a_request())
         assert d0.told_prefill_failed
-        assert (stages.prefill_failures, stages.attempts) == (1, 1)
+        assert (state.prefill_failures, len(state.attempts)) == (1, 1)
         assert not rig.fleet.owned
         p0.keeps_kv = False
         p0.prefill_gate.set()
@@ -87,8 +86,8 @@ async def test_a_prefill_call_that_fails_after_its_kv_was_not_sent_counts_once(f
         p0 = rig["p0"]
         p0.prefill_gate = asyncio.Event()
         allow(rig["d0"], 0)
-        stages = SequenceStages(0.0)
-        task = asyncio.create_task(collect(rig, a_request(), stages))
+        state = new_state(a_request())
+        task = asyncio.create_task(collect(rig, state))
         await until(lambda: p0.owned and rig["d0"].owned)
         say_not_sent(p0)
         await until(lambda: rig["d0"].told_prefill_failed)
@@ -96,18 +95,18 @@ async def test_a_prefill_call_that_fails_after_its_kv_was_not_sent_counts_once(f
         await until(lambda: not p0.owned)
         go_on(rig["d0"])
         assert await task == expected(a_request())
-        assert (stages.prefill_failures, stages.attempts) == (1, 1)
+        assert (state.prefill_failures, len(state.attempts)) == (1, 1)
 
 
 async def test_a_prefill_worker_lost_after_its_reply_has_not_sent_what_was_left(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
         rig["p0"].keeps_kv = True
-        stages = SequenceStages(0.0)
-        events, tokens = await nth_token(rig, a_request(), 1, stages)
+        state = new_state(a_request())
+        events, tokens = await nth_token(rig, state, 1)
         await rig["p0"].die()
         async with asyncio.timeout(20):
             assert await rest(events, tokens) == expected(a_request())
-        assert (stages.prefill_failures, stages.attempts) == (1, 1)
+        assert (state.prefill_failures, len(state.attempts)) == (1, 1)
 
 
 async def test_a_source_that_counts_a_failure_although_the_decode_worker_goes_on_is_ignored(
@@ -115,15 +114,15 @@ async def test_a_source_that_counts_a_failure_although_the_decode_worker_goes_on
 ):
     async with fleet_of(1, 1) as rig:
         allow(rig["d0"], 2)
-        stages = SequenceStages(0.0)
-        events, tokens = await nth_token(rig, a_request(), 2, stages)
+        state = new_state(a_request())
+        events, tokens = await nth_token(rig, state, 2)
         say_not_sent(rig["p0"])
         numbers = WorkerStats(total_blocks=77)
         rig["p0"].connections["router-0"].send(StatsFrame(numbers))
         await until(lambda: rig.channels.stats(rig["p0"].info.peer) == numbers)  # so the word before it is here, too
         go_on(rig["d0"])
         assert await rest(events, tokens) == expected(a_request())
-        assert (stages.prefill_failures, stages.attempts, rig["d0"].told_prefill_failed) == (0, 1, [])
+        assert (state.prefill_failures, len(state.attempts), rig["d0"].told_prefill_failed) == (0, 1, [])
 
 
 def tell_costs(rig, name, **numbers):
@@ -146,10 +145,10 @@ async def test_where_the_decode_worker_is_busy_another_prefill_worker_computes_t
             rig[name].prefill_gate = asyncio.Event()
             tell_costs(rig, name)
         await until(lambda: all(rig.channels.stats(rig[name].info.peer).costs for name in names))
-        stages = SequenceStages(0.0)
         prompt = tuple(range(100))
         request = a_request(token_ids=prompt, num_prompt_tokens=len(prompt))
-        task = asyncio.create_task(collect(rig, request, stages))
+        state = new_state(request)
+        task = asyncio.create_task(collect(rig, state))
         await until(lambda: rig["p0"].owned or rig["p1"].owned)
         first, other = (rig["p0"], rig["p1"]) if rig["p0"].owned else (rig["p1"], rig["p0"])
         if is_busy:
@@ -160,6 +159,6 @@ async def test_where_the_decode_worker_is_busy_another_prefill_worker_computes_t
         async with asyncio.timeout(20):
             assert await task == expected(request)
         assert len(other.seen) == is_busy
-        assert (stages.attempts, stages.prefill_failures) == ((2, 0) if is_busy else (1, 1))
+        assert (len(state.attempts), state.prefill_failures) == ((2, 0) if is_busy else (1, 1))
         assert bool(rig["d0"].told_prefill_failed) != is_busy
         assert not rig.fleet.owned

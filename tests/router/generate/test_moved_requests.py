@@ -5,22 +5,21 @@ import asyncio
 import msgspec
 import pytest
 
-from tests.router.generate.collecting_tokens import allow, collect, go_on, nth_token, rest
+from tests.router.generate.collecting_tokens import allow, collect, go_on, new_state, nth_token, rest
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import LogContext, SampledToken, TokenEvent
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
 
 
 @pytest.mark.parametrize("sent", [1, 2, 7, 11])
 async def test_a_lost_decode_worker_is_replaced_without_gap_or_repeat(fleet_of, a_request, expected, sent):
     async with fleet_of(1, 2) as rig:
         allow(rig["d0"], sent)
-        stages = SequenceStages(0.0, log_context=LogContext("a client's", "a trace's", 3))
-        events, tokens = await nth_token(rig, a_request(), sent, stages)
+        state = new_state(a_request(), log_context=LogContext("a client's", "a trace's", 3))
+        events, tokens = await nth_token(rig, state, sent)
         await rig["d0"].die()
         assert await rest(events, tokens) == expected(a_request())
-        assert stages.resumes == 1
+        assert state.resumes == 1
         resumed = rig["d1"].seen[0]
         assert resumed.num_output_tokens_given == sent
         first = rig["d0"].seen[0]
@@ -52,9 +51,9 @@ async def test_the_only_worker_gets_time_to_recover_before_it_is_asked_again(fle
     async with fleet_of(0, 1) as rig:
         rig["d0"].refusal = WorkerLost("no token channel yet")
         asyncio.get_running_loop().call_later(0.3, setattr, rig["d0"], "refusal", None)
-        stages = SequenceStages(0.0)
-        assert await collect(rig, a_request(), stages) == expected(a_request())
-        assert stages.attempts == 2
+        state = new_state(a_request())
+        assert await collect(rig, state) == expected(a_request())
+        assert len(state.attempts) == 2
 
 
 async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(fleet_of, a_request, expected):
@@ -64,11 +63,11 @@ async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(f
     async with fleet_of(1, 2) as rig:
         allow(rig["d0"], 0)
         rig["d0"].corrupt = lambda event: another(event) if event.index == 0 else event
-        stages = SequenceStages(0.0)
-        events, tokens = await nth_token(rig, a_request(), 1, stages)
+        state = new_state(a_request())
+        events, tokens = await nth_token(rig, state, 1)
         go_on(rig["d0"])
         assert await rest(events, tokens) == expected(a_request())
-        assert stages.resumes == 1
+        assert state.resumes == 1
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,9 @@ async def test_a_first_token_that_comes_again_as_another_one_moves_the_request(f
 async def test_a_worker_that_misbehaves_counts_as_lost(fleet_of, a_request, expected, corrupt):
     async with fleet_of(1, 2) as rig:
         rig["d0"].corrupt = corrupt
-        stages = SequenceStages(0.0)
-        assert await collect(rig, a_request(), stages) == expected(a_request())
-        assert stages.resumes == 1
+        state = new_state(a_request())
+        assert await collect(rig, state) == expected(a_request())
+        assert state.resumes == 1
 
 
 async def test_attempts_are_bounded(fleet_of, a_request, monkeypatch):
@@ -93,10 +92,10 @@ async def test_attempts_are_bounded(fleet_of, a_request, monkeypatch):
         monkeypatch.setattr(rig.pipeline, "_config", PipelineConfig(retries=2))
         for name in ("d0", "d1"):
             rig[name].refusal = WorkerLost("again and again")
-        stages = SequenceStages(0.0)
+        state = new_state(a_request())
         with pytest.raises(WorkerLost):
-            await collect(rig, a_request(), stages)
-        assert stages.attempts == 1 + 2
+            await collect(rig, state)
+        assert len(state.attempts) == 1 + 2
 
 
 async def test_a_refused_request_is_not_tried_elsewhere(fleet_of, a_request):

@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from tests.router.generate.collecting_tokens import allow, go_on, nth_token, rest
+from tests.router.generate.collecting_tokens import allow, go_on, new_state, nth_token, rest
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import StatsFrame
 from twostroke.router.generate import moves
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +32,13 @@ class Scene:
     def __init__(self, rig, until, expected, request):
         self.rig, self.until, self.request = rig, until, request
         self.expected = expected(request)
-        self.stages = SequenceStages(0.0)
+        self.state = new_state(request)
 
     async def begin(self):
         workers = [one for one in self.rig.fleet.all.values() if one.role == "decode"]
         for worker in workers:
             allow(worker, 3)
-        self.events, self.tokens = await nth_token(self.rig, self.request, 3, self.stages)
+        self.events, self.tokens = await nth_token(self.rig, self.state, 3)
         (self.source,) = (one for one in workers if one.owned)
         self.others = [one for one in workers if one is not self.source]
         for worker in self.others:
@@ -102,7 +101,7 @@ async def test_a_stream_leaves_a_worker_that_drains_and_its_kv_is_pulled_before(
         assert (pull.source, pull.request_id) == (scene.source.info.peer, first.request_id)
         assert [one.token_ids for one in scene.source.prefixes] == [first.token_ids]
         assert scene.source.cancelled == [scene.source.seen[0].request_id]
-        assert [one.error for one in scene.stages.tries] == [None, None]
+        assert [one.error for one in scene.state.attempts] == [None, None]
         assert (scene.moves.num_moved.total(), scene.moves.num_failed.total()) == (1, 0)
 
 
@@ -169,7 +168,7 @@ async def test_the_stream_stays_where_the_first_part_fails(scene_of, fail, monke
         assert not scene.decode_calls(scene.others[0])
         go_on(scene.source)
         await scene.ends_right()
-        assert scene.stages.attempts == 1
+        assert len(scene.state.attempts) == 1
         assert len(scene.source.seen) == 1
         is_blamed = not scene.rig.pipeline._records._ejection.is_empty
         assert is_blamed == (fail in (fail_by_a_bug, fail_by_an_error_in_the_reply))
@@ -182,7 +181,7 @@ async def test_the_stream_stays_where_the_target_dies_in_the_first_part(scene_of
         await scene.until(lambda: scene.moves.num_failed.total() == 1)
         go_on(scene.source)
         await scene.ends_right()
-        assert scene.stages.attempts == 1
+        assert len(scene.state.attempts) == 1
 
 
 async def test_the_stream_stays_where_nobody_reaches_the_target_any_more(scene_of, monkeypatch):
@@ -193,7 +192,7 @@ async def test_the_stream_stays_where_nobody_reaches_the_target_any_more(scene_o
         await scene.until(lambda: scene.moves.num_failed.total() == 1)
         go_on(scene.source)
         await scene.ends_right()
-        assert scene.stages.attempts == 1
+        assert len(scene.state.attempts) == 1
         assert not scene.target.owned, "its call is cancelled"
 
 
@@ -277,7 +276,7 @@ async def test_the_target_goes_on_where_the_source_dies_in_the_second_part(scene
         await scene.source.die()
         go_on(scene.others[0])
         await scene.ends_right()
-        assert scene.stages.attempts == 2
+        assert len(scene.state.attempts) == 2
 
 
 @pytest.mark.parametrize("part", [1, 2])
@@ -350,8 +349,8 @@ async def test_without_moves_a_stream_stays_on_a_worker_that_drains(scene_of, mo
         monkeypatch.setattr(scene.rig.pipeline, "_config", PipelineConfig(moves=False, roles="fixed"))
         for worker in (scene.source, *scene.others):
             allow(worker, 3)
-        scene.stages = SequenceStages(0.0)
-        scene.events, scene.tokens = await nth_token(scene.rig, scene.request, 3, scene.stages)
+        scene.state = new_state(scene.request)
+        scene.events, scene.tokens = await nth_token(scene.rig, scene.state, 3)
         assert scene.moves._streams == {}
         for worker in (scene.source, *scene.others):
             go_on(worker)

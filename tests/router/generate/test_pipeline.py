@@ -4,31 +4,30 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.collecting_tokens import allow, collect, go_on, nth_token
+from tests.router.generate.collecting_tokens import allow, collect, go_on, new_state, nth_token
 from twostroke.protocol.errors import ConnectionLost, RequestError
 from twostroke.router.fleet import NoPath
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
 
 
 async def test_a_request_goes_through_prefill_and_decode_and_leaves_nothing(fleet_of, a_request, expected):
     async with fleet_of(1, 1) as rig:
-        stages = SequenceStages(0.0)
-        assert await collect(rig, a_request(), stages) == expected(a_request())
-        assert len(stages.decisions_s) == 1
+        state = new_state(a_request())
+        assert await collect(rig, state) == expected(a_request())
+        assert len(state.decisions_s) == 1
         assert len(rig["p0"].seen) == len(rig["d0"].seen) == 1
         assert rig["p0"].seen[0].request_id == rig["d0"].seen[0].request_id != "template"
-        assert (stages.num_cached_tokens, stages.prefill_s, stages.transfer_s) == (3, 0.02, 0.03)
-        assert stages.num_output_tokens == 12
+        assert (state.num_cached_tokens, state.prefill_s, state.transfer_s) == (3, 0.02, 0.03)
+        assert state.num_output_tokens == 12
         assert not rig.fleet.owned
         assert not rig["d0"].cancelled
 
 
 async def test_without_prefill_workers_the_decode_worker_does_both(fleet_of, a_request, expected):
     async with fleet_of(0, 1) as rig:
-        stages = SequenceStages(0.0)
-        assert await collect(rig, a_request(), stages) == expected(a_request())
-        assert (stages.num_cached_tokens, stages.transfer_s) == (5, None)
+        state = new_state(a_request())
+        assert await collect(rig, state) == expected(a_request())
+        assert (state.num_cached_tokens, state.transfer_s) == (5, None)
 
 
 async def test_the_first_token_is_sent_before_the_decode_worker_says_anything(fleet_of, a_request, expected):

@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
-from tests.router.generate.collecting_tokens import collect, nth_token
+from tests.router.generate.collecting_tokens import collect, new_state, nth_token
 from twostroke.protocol.messages import StatsFrame
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.attempt_events import AttemptContext, AttemptLog
 from twostroke.router.fleet import Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import AttemptContext, AttemptLog
 
 PROMPT = tuple(range(130))
 
@@ -54,7 +53,7 @@ async def test_a_prompt_computed_elsewhere_is_pulled_from_there_while_its_answer
     long = (*PROMPT, *PROMPT)
     async with fleet_of(2, 1) as rig:
         rig["d0"].gate = asyncio.Semaphore(0)
-        first = rig.pipeline.generate(prompt_of(*long), SequenceStages(0.0))
+        first = rig.pipeline.generate(new_state(prompt_of(*long)))
         await anext(first)
         assert rig["p0"].seen
         rig["d0"].gate, rig["p0"].prefill_gate = None, asyncio.Event()
@@ -76,15 +75,14 @@ async def test_a_conversation_that_moves_between_decode_workers_takes_its_histor
         rig["d0"].gate = asyncio.Semaphore(0)
         busy = asyncio.create_task(collect(rig, prompt_of(*reversed(PROMPT))))
         await until(lambda: rig["d0"].owned)
-        stages = SequenceStages(0.0)
-        second = prompt_of(*PROMPT, *written, 1, 2, 3)
-        await collect(rig, second, stages)
+        state = new_state(prompt_of(*PROMPT, *written, 1, 2, 3))
+        await collect(rig, state)
         (pull,) = rig["d1"].pulls
         assert (pull.source, pull.target) == (rig["d0"].info.peer, rig["d1"].info.peer)
         assert pull.target_addresses == rig["d1"].info.transfer_addresses
         assert pull.request_id == rig["d1"].seen[0].request_id
         await until(lambda: [one.ticket for one in rig["d0"].prefixes] == [pull])
-        assert stages.transfer_s == 0.03
+        assert state.transfer_s == 0.03
         busy.cancel()
         await asyncio.wait([busy])
 

@@ -1,10 +1,9 @@
 """Prompts that KV tiers hold, on a fleet of fake workers that tell of their tiers over real token channels."""
 
-from tests.router.generate.collecting_tokens import collect
+from tests.router.generate.collecting_tokens import collect, new_state
 from tests.router.routing.knowing import COSTS, TIERS
 from twostroke.protocol.blocks import chain_hashes, pack_hashes
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
-from twostroke.router.observe.stages import SequenceStages
 
 PROMPT = tuple(range(330))
 
@@ -22,11 +21,11 @@ async def test_a_prompt_in_a_workers_tiers_is_computed_there_and_its_read_is_cou
         index = rig.knowledge.tier_blocks
         await until(lambda: len(index) == len(PROMPT) // 16 and rig.knowledge.view.knows_costs)
         assert len(rig.knowledge.blocks) == 0
-        stages = SequenceStages(0.0)
-        await collect(rig, request, stages)
+        state = new_state(request)
+        await collect(rig, state)
         assert [len(rig[name].seen) for name in ("d0", "d1")] == [0, 1]
-        assert stages.tier_read_s == 0.005 + 320 * 0.0001
+        assert state.tier_read_s == 0.005 + 320 * 0.0001
         assert rig.pipeline.num_tier_reads == 1
-        other = SequenceStages(0.0)
-        await collect(rig, a_request(token_ids=PROMPT[::-1], num_prompt_tokens=len(PROMPT)), other)
+        other = new_state(a_request(token_ids=PROMPT[::-1], num_prompt_tokens=len(PROMPT)))
+        await collect(rig, other)
         assert (other.tier_read_s, rig.pipeline.num_tier_reads) == (None, 1)

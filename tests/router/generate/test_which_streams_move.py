@@ -9,8 +9,8 @@ import pytest
 from tests.router.routing.knowing import Rig, request
 from twostroke.protocol.requests import Peer, PrefillReply, Promise, TokenEvent
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.attempt_events import SuspectRequest
 from twostroke.router.generate.moves import AT_ONCE, LEAST_LEFT, MOST_MOVES, REST_S, RunningStream, StreamMoves
+from twostroke.router.request_state import SuspectRequest
 
 LONG_AGO = -100.0
 

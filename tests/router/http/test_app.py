@@ -287,8 +287,8 @@ async def test_a_bug_before_a_stream_began_is_a_500_and_later_an_error_event(sit
     async with site_of(0, 1) as site:
         original = site.service.runner.deltas
 
-        async def buggy(job, stages, *, num_deltas):
-            async for delta in original(job, stages):
+        async def buggy(state, *, num_deltas):
+            async for delta in original(state):
                 if num_deltas == 0:
                     raise ZeroDivisionError("the insides")
                 num_deltas -= 1

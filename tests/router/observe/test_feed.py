@@ -11,12 +11,19 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.attempt_events import AttemptContext, AttemptEnded, AttemptStarted, StreamMove, SuspectRequest
 from twostroke.router.fleet import Path
 from twostroke.router.observe import feed as feed_module
-from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.feed import MOST_ENDED, MOST_OF_ONE_KEY, MOST_SEQUENCES, MOST_SUBSCRIBERS, Feed
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.observe.request_log import RequestLog
+from twostroke.router.request_state import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptStarted,
+    ChoiceJob,
+    RequestState,
+    StreamMove,
+    SuspectRequest,
+)
 
 MARK = "xylophonic-marmalade"
 
@@ -37,18 +44,17 @@ def a_feed(clock, *, rows=lambda: [], is_over=lambda: False) -> Feed:
     return Feed("router-0", rows, clock, is_over)
 
 
-def begun(feed: Feed, *, tenant=None, choices=1, minted=True, request_id="ab" * 16) -> HttpExchange:
-    exchange = HttpExchange(request_id, "POST", "/v1/chat/completions", 100.0, {}, has_minted_id=minted, tenant=tenant)
-    feed.began(exchange)
+def begun(feed: Feed, *, tenant=None, choices=1, minted=True, request_id="ab" * 16) -> RequestLog:
+    log = RequestLog(request_id, "POST", "/v1/chat/completions", 100.0, {}, has_minted_id=minted, tenant=tenant)
+    feed.began(log)
     requests = [GenerateRequest(f"r{k}", "", (1, 2, 3), 3, SamplingParams(), 9) for k in range(choices)]
-    stages = [SequenceStages(100.0) for _ in requests]
-    exchange.generates(requests, stages, stages[:1], 3, is_stream=True)
-    return exchange
+    log.generates([RequestState(ChoiceJob(one), 100.0) for one in requests], is_stream=True)
+    return log
 
 
-def ended(feed: Feed, exchange: HttpExchange, at: float = 101.0) -> None:
-    exchange.ended = at
-    feed.over(exchange)
+def ended(feed: Feed, log: RequestLog, at: float = 101.0) -> None:
+    log.ended = at
+    feed.over(log)
 
 
 def parsed(told: bytes) -> list[dict]:
@@ -63,19 +69,19 @@ async def look(events) -> list[dict]:
 async def test_a_sequence_is_told_once_and_then_what_changes_and_at_last_how_it_ended() -> None:
     clock = Clock()
     feed = a_feed(clock)
-    exchange = begun(feed)
-    (stages,) = exchange.stages
+    log = begun(feed)
+    (state,) = log.choices
     async with aclosing(feed.events(None, sees_all=True)) as events:
         assert (await look(events))[0] | {"now": 0} == {"kind": "hello", "now": 0, "router": "router-0", "sees": "all"}
         first, workers = await look(events)
         assert (first["id"], first["label"], first["state"], first["prompt_tokens"]) == ("1.0", "ab" * 16, "waiting", 3)
         assert workers["kind"] == "workers"
-        stages.num_output_tokens, stages.first_token = 40, 100.5  # however many tokens come between two looks
+        state.tokens, state.first_token = [7] * 40, 100.5  # however many tokens come between two looks
         assert await look(events) == [
             {"kind": "sequence", "now": 100.0, "id": "1.0", "output_tokens": 40, "first_token": 100.5}
         ]
-        stages.finish, stages.finish_reason = 100.9, "stop"
-        ended(feed, exchange)
+        state.stop(40, 100.9)
+        ended(feed, log)
         (last,) = await look(events)
         assert last | {"now": 0} == {
             "kind": "sequence", "now": 0, "id": "1.0", "state": "over", "finished": 100.9, "end": "stop"
@@ -85,15 +91,15 @@ async def test_a_sequence_is_told_once_and_then_what_changes_and_at_last_how_it_
 
 async def test_a_stream_that_moves_is_told_with_both_workers_and_is_no_failure() -> None:
     feed = a_feed(Clock())
-    (stages,) = begun(feed).stages
+    (state,) = begun(feed).choices
     request = GenerateRequest("r0", "", (1, 2, 3), 3, SamplingParams(), 9)
     first, second = (AttemptContext(Path(None, worker(name)), request, (), SuspectRequest(b"")) for name in "pd")
     async with aclosing(feed.events(None, sees_all=True)) as events:
         await look(events)
-        stages.on_event(first, AttemptStarted(100.1))
+        state.on_event(first, AttemptStarted(100.1))
         assert (await look(events))[0]["moves"] == []
-        stages.on_event(first, AttemptEnded(101.5, None, True, StreamMove(worker("d"), "drain")))
-        stages.on_event(second, AttemptStarted(101.5))
+        state.on_event(first, AttemptEnded(101.5, None, True, StreamMove(worker("d"), "drain")))
+        state.on_event(second, AttemptStarted(101.5))
         (told,) = await look(events)
         assert told["moves"] == [[101.5, "p", "d"]]
         assert (told["attempt"], told["decode"]) == (2, "d")

@@ -12,7 +12,7 @@ from twostroke.router.fleet import Path
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scrape import RouterMetricsSample, exposition
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import AttemptState, ChoiceJob, RequestState
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 
@@ -100,11 +100,10 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_req
     metrics = router_metrics()
     metrics.refused(RequestError("a client's own words", code="overloaded", status=429))
     metrics.refused(WorkerLost("w1 has died"))
-    stages = SequenceStages(0.0, attempts=2, admit=0.5)
-    stages.end_attempt(0.5, 1.0, Path(PREFILL, INFO), WorkerLost("w1 has died"))
-    stages.end_attempt(1.5, 2.0, Path(PREFILL, INFO), None)
+    path = Path(PREFILL, INFO)
+    attempts = [AttemptState(0.5, path, 1.0, "WorkerLost"), AttemptState(1.5, path, 2.0)]
     metrics.begun(a_request())
-    metrics.ended(a_request(), stages, "stop", None)
+    metrics.ended(RequestState(ChoiceJob(a_request()), 0.0, admit=0.5, attempts=attempts), "stop", None)
     text = scraped(families=tuple(metrics.registry.collect()))
     for line in (
         'requests_refused_total{code="overloaded",model_name="tiny",router="r0",status="429"} 1.0',
@@ -119,9 +118,9 @@ def test_errors_are_counted_by_status_and_code_and_failed_attempts_by_kind(a_req
 
 def test_a_request_that_takes_as_long_as_any_may_falls_into_a_bucket(a_request):
     metrics, most_s = router_metrics(), PipelineConfig().request_timeout_s
-    stages = SequenceStages(0.0, attempts=1, admit=most_s, first_token=most_s, finish=most_s)
+    state = RequestState(ChoiceJob(a_request()), 0.0, admit=most_s, first_token=most_s, finish=most_s)
     metrics.begun(a_request())
-    metrics.ended(a_request(), stages, "stop", None)
+    metrics.ended(state, "stop", None)
     samples = [one for family in metrics.registry.collect() for one in family.samples]
     for name in ("time_to_first_token", "e2e_request_latency", "request_admission_time"):
         counts = {

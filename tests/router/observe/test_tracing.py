@@ -16,10 +16,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tests.rigs.otlp import receiving_spans
 from tests.router.routing.knowing import info
-from twostroke.protocol.errors import ConfigError, WorkerLost
+from twostroke.protocol.errors import ConfigError
 from twostroke.router.fleet import Path
 from twostroke.router.http.app import keyed, resources
-from twostroke.router.observe.access_log import HttpExchange
 from twostroke.router.observe.opentelemetry_traces import (
     OPERATIONS,
     OpenTelemetryTraces,
@@ -27,8 +26,9 @@ from twostroke.router.observe.opentelemetry_traces import (
     exporting,
     resource_of,
 )
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.observe.request_log import RequestLog
 from twostroke.router.observe.tracing import TracingConfig, request_traces
+from twostroke.router.request_state import AttemptState, ChoiceJob, RequestState
 
 CONVENTIONS = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -149,7 +149,7 @@ async def test_log_lines_and_workers_are_told_the_traces_id(site_of, traces, exp
         site.service.traces = traces
         await site.http.post("/v1/completions", json=FIELDS, headers={"traceparent": traceparent})
         site.service.traces = None
-        (line,) = [one for one in caplog.records if one.name.endswith("access_log")]
+        (line,) = [one for one in caplog.records if one.name.endswith("request_log")]
         fields = site.rig["d0"].seen[0].log_context
     ids = {format_trace_id(span.context.trace_id) for span in exporter.get_finished_spans()}
     assert ids == {line.log_context.trace_id} == {fields.trace_id}
@@ -196,9 +196,9 @@ async def test_refusals_have_the_root_span_alone_and_other_paths_have_none(site_
     assert root.status.status_code is StatusCode.UNSET, "the client's fault is none of the server's"
 
 
-def exchange(*stages, status=200):
-    made = HttpExchange("label", "POST", "/v1/completions", 10.0, {}, "/v1/completions", status, 20.0)
-    return replace(made, requests=(), stages=stages)
+def log(*choices, status=200):
+    made = RequestLog("label", "POST", "/v1/completions", 10.0, {}, "/v1/completions", status, 20.0)
+    return replace(made, choices=choices)
 
 
 def path(number):
@@ -206,11 +206,10 @@ def path(number):
 
 
 def test_a_failed_attempt_tells_the_kind_of_its_error_and_the_next_one_follows(a_request, traces, exporter):
-    stages = SequenceStages(10.0, admit=11.0)
-    stages.end_attempt(11.0, 13.0, path("0"), WorkerLost("of a secret prompt"))
-    stages.prefill_queue_s, stages.prefill_s, stages.transfer_s, stages.decode_queue_s = 0.5, 1.0, 2.0, 0.25
-    stages.end_attempt(14.0, 20.0, path("1"), None)
-    traces.record(replace(exchange(stages), requests=(a_request(),)))
+    failed_one = AttemptState(11.0, path("0"), 13.0, "WorkerLost")
+    times = {"prefill_queue_s": 0.5, "prefill_s": 1.0, "transfer_s": 2.0, "decode_queue_s": 0.25}
+    attempts = [failed_one, AttemptState(14.0, path("1"), 20.0, **times)]
+    traces.record(log(RequestState(ChoiceJob(a_request()), 10.0, admit=11.0, attempts=attempts)))
     spans = by_name(exporter)
     assert seconds(spans["POST /v1/completions"]) == (990.0, 1000.0)
     assert seconds(spans["router/admission"]) == (990.0, 991.0)
@@ -227,7 +226,7 @@ def test_a_failed_attempt_tells_the_kind_of_its_error_and_the_next_one_follows(a
 
 
 def test_a_servers_failure_marks_the_root_span(traces, exporter):
-    traces.record(exchange(status=503))
+    traces.record(log(status=503))
     (root,) = exporter.get_finished_spans()
     assert root.status.status_code is StatusCode.ERROR
 
@@ -287,6 +286,6 @@ def test_a_client_has_no_more_of_its_requests_traced_than_the_share():
 def test_what_is_sampled_reaches_a_receiver_at_the_latest_when_the_router_ends(sample, num_spans):
     with receiving_spans() as (url, spans):
         traces = request_traces(TracingConfig(endpoint=url, sample=sample), replica="r", model="m")
-        traces.record(exchange())
+        traces.record(log())
         traces.close()
         assert [span.name for span in spans] == ["POST /v1/completions"] * num_spans

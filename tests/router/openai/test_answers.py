@@ -4,8 +4,8 @@ import pytest
 
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.openai.answers import ChatWriter, ChoiceDelta, ToolCallDelta
-from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.schemas import ChatRequest
+from twostroke.router.request_state import ChoiceJob
 
 DELTAS = [
     ChoiceDelta(0, "", (1,), (), None, reasoning="They ask "),
@@ -27,7 +27,7 @@ CALLS = [
 @pytest.fixture
 def form(tokenizer):
     fields = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})
-    jobs = [ChoiceJob(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())]
+    jobs = [ChoiceJob(GenerateRequest("", "", (1,), 1, SamplingParams(), 100))]
     return ChatWriter(fields, jobs, tokenizer, model="m", created=1, service_tier=None)
 
 

@@ -10,12 +10,13 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams, TokenEvent
 from twostroke.router.openai.answers import ChoiceDelta
 from twostroke.router.openai.generation import ChoiceWriter, run_choices
-from twostroke.router.openai.jobs import ChoiceJob
+from twostroke.router.request_state import ChoiceJob, RequestState
 
 
-def job(index=0, group=0, *, stop=(), min_tokens=0, logprobs=None):
+def choice(index=0, group=0, *, stop=(), min_tokens=0, logprobs=None):
     sampling = SamplingParams(logprobs=logprobs)
-    return ChoiceJob(index, group, GenerateRequest("", "", (1,), 1, sampling, 100, min_tokens), tuple(stop))
+    request = GenerateRequest("", "", (1,), 1, sampling, 100, min_tokens)
+    return RequestState(ChoiceJob(request, index, group, tuple(stop)), 0.0)
 
 
 def events_of(token_ids, cuts, finish):
@@ -27,7 +28,7 @@ def events_of(token_ids, cuts, finish):
 
 
 def write(tokenizer, token_ids, cuts, finish="length", **job_fields):
-    writer = ChoiceWriter(job(**job_fields), tokenizer)
+    writer = ChoiceWriter(choice(**job_fields), tokenizer)
     deltas = []
     for event in events_of(token_ids, cuts, finish):
         deltas.append(writer.add(event))
@@ -82,13 +83,13 @@ async def test_the_leader_of_each_prompt_starts_alone():
     started, go = [], {0: asyncio.Event(), 2: asyncio.Event()}
 
     async def generate(one):
-        started.append(one.index)
-        if one.index in go:
-            await go[one.index].wait()
-        yield ChoiceDelta(one.index, "x", (1,), (), "stop")
+        started.append(one.job.index)
+        if one.job.index in go:
+            await go[one.job.index].wait()
+        yield ChoiceDelta(one.job.index, "x", (1,), (), "stop")
 
-    jobs = [job(0, 0), job(1, 0), job(2, 1), job(3, 1)]
-    async with aclosing(run_choices(jobs, generate)) as deltas:
+    choices = [choice(0, 0), choice(1, 0), choice(2, 1), choice(3, 1)]
+    async with aclosing(run_choices(choices, generate)) as deltas:
         first = asyncio.ensure_future(anext(deltas))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -104,10 +105,10 @@ async def test_the_leader_of_each_prompt_starts_alone():
 async def test_more_deltas_than_the_queue_holds_all_arrive():
     async def generate(one):
         for i in range(1000):
-            yield ChoiceDelta(one.index, str(i), (1,), (), None)
+            yield ChoiceDelta(one.job.index, str(i), (1,), (), None)
 
     seen = {0: [], 1: [], 2: []}
-    async with aclosing(run_choices([job(i, i) for i in range(3)], generate)) as deltas:
+    async with aclosing(run_choices([choice(i, i) for i in range(3)], generate)) as deltas:
         async for delta in deltas:
             seen[delta.index].append(int(delta.text))
     assert all(one == list(range(1000)) for one in seen.values())
@@ -120,13 +121,13 @@ async def test_leaving_early_or_failing_leaves_no_task(read):
     async def generate(one):
         try:
             for _ in range(10_000):
-                yield ChoiceDelta(one.index, "x", (1,), (), None)
+                yield ChoiceDelta(one.job.index, "x", (1,), (), None)
                 await asyncio.sleep(0)
         finally:
-            closed.append(one.index)
+            closed.append(one.job.index)
 
     before = asyncio.all_tasks()
-    async with aclosing(run_choices([job(i, i) for i in range(3)], generate)) as deltas:
+    async with aclosing(run_choices([choice(i, i) for i in range(3)], generate)) as deltas:
         for _ in range(read):
             await anext(deltas)
     assert asyncio.all_tasks() == before
@@ -135,11 +136,11 @@ async def test_leaving_early_or_failing_leaves_no_task(read):
 
 async def test_the_first_failure_is_told_as_it_is():
     async def generate(one):
-        yield ChoiceDelta(one.index, "x", (1,), (), None)
-        if one.index == 1:
+        yield ChoiceDelta(one.job.index, "x", (1,), (), None)
+        if one.job.index == 1:
             raise WorkerLost("this one")
         await asyncio.Event().wait()
 
-    async with aclosing(run_choices([job(i, i) for i in range(3)], generate)) as deltas:
+    async with aclosing(run_choices([choice(i, i) for i in range(3)], generate)) as deltas:
         with pytest.raises(WorkerLost, match="this one"):
             [delta async for delta in deltas]

@@ -12,11 +12,11 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.openai.answers import ChoiceDelta, ToolCallDelta
 from twostroke.router.openai.fields import explain
-from twostroke.router.openai.jobs import ChoiceJob
 from twostroke.router.openai.messages import UNREAD, MessagesRequest, MessagesWriter
 from twostroke.router.openai.response_items import ResponsesWriter
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import UnknownFields
+from twostroke.router.request_state import ChoiceJob
 
 USAGE = {
     "prompt_tokens": 5,
@@ -24,7 +24,7 @@ USAGE = {
     "total_tokens": 12,
     "prompt_tokens_details": {"cached_tokens": 2},
 }
-JOB = ChoiceJob(0, 0, GenerateRequest("", "", (1,), 1, SamplingParams(), 100), ())
+JOB = ChoiceJob(GenerateRequest("", "", (1,), 1, SamplingParams(), 100))
 RESPONSE_EVENT = TypeAdapter(ResponseStreamEvent)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -13,7 +13,7 @@ from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import QueuedWork, StepCosts, TierStats, WorkerInfo, WorkerStats
-from twostroke.router.attempt_events import AttemptContext
+from twostroke.router.request_state import AttemptContext
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.chooser import PathChooser, PathConfig
 from twostroke.router.routing.in_flight import WorkerLoad

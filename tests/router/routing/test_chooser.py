@@ -8,7 +8,7 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import BlocksChanged
 from twostroke.protocol.requests import DecodeReply, Peer, PrefillReply, SampledToken, ScoringParams, TokenEvent
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.attempt_events import AttemptEnded, DecodeDone, PrefillDone, StreamMove
+from twostroke.router.request_state import AttemptEnded, DecodeDone, PrefillDone, StreamMove
 
 
 def waiting(tokens):

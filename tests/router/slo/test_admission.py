@@ -6,7 +6,7 @@ from tests.router.routing.knowing import info
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerStats
 from twostroke.router.fleet import Path, PathEstimate
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
 from twostroke.router.slo.attainment import MEMORY_S
 from twostroke.router.slo.classes import SLOClass, SLOConfig
@@ -40,11 +40,11 @@ class Scene:
         prefill_s: float = 0.1,
         step_s: float = 0.02,
         tier_read_s: float = 0.0,
-    ) -> SequenceStages:
+    ) -> RequestState:
         """Raises Overloaded."""
         estimate = PathEstimate(queue_s, 0.0, prefill_s, 0.0, 0.0, step_s, tier_read_s=tier_read_s)
         self.admission.admit(request_of(one), Path(PREFILL, DECODE, estimate=estimate), 0.0, False)
-        return SequenceStages(self.now, admit=self.now, expected=estimate)
+        return RequestState(ChoiceJob(request_of(one)), self.now, admit=self.now, expected=estimate)
 
     def retry_after_s(self, one: SLOClass, **times: float) -> int | None:
         """None: let in."""
@@ -246,10 +246,9 @@ def test_a_prompt_too_long_for_its_class_is_told_what_to_do() -> None:
 def test_predictions_that_proved_too_short_are_corrected_and_forgotten() -> None:
     scene = Scene()
     for _ in range(60):
-        stages = scene.ask(INTERACTIVE, queue_s=0.1)
-        stages.attempts += 1
-        stages.first_token = scene.now + 0.4
-        scene.admission.ended(request_of(INTERACTIVE), stages.num_output_tokens, stages.predicted, stages.tpot_s)
+        state = scene.ask(INTERACTIVE, queue_s=0.1)
+        state.first_token = scene.now + 0.4
+        scene.admission.ended(request_of(INTERACTIVE), state.num_output_tokens, state.predicted, state.tpot_s)
         scene.now += 0.1
     assert scene.admission.ttft_correction("interactive") > 1.5
     assert scene.retry_after_s(INTERACTIVE, queue_s=0.3) is not None
@@ -280,8 +279,8 @@ def test_estimates_of_what_requests_put_out_follow_what_they_do() -> None:
     scene = Scene()
     request: GenerateRequest = request_of(BATCH, outputs=1000)
     for _ in range(100):
-        stages = scene.ask(BATCH)
-        stages.num_output_tokens = 10
-        scene.admission.ended(request, stages.num_output_tokens, stages.predicted, stages.tpot_s)
+        state = scene.ask(BATCH)
+        state.tokens = [0] * 10
+        scene.admission.ended(request, state.num_output_tokens, state.predicted, state.tpot_s)
     assert scene.admission._classes["batch"].expected_output(1000) == pytest.approx(10)
     assert scene.admission._classes["batch"].expected_output(5) == 5

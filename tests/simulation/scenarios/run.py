@@ -26,7 +26,7 @@ from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import LogContext, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
 from twostroke.router.health.poison import PoisonRequest
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.simulator.memory_network import MemoryFabric, Trace
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace
 from twostroke.simulator.memory_transport import LinkFabric
@@ -174,8 +174,8 @@ class _Simulation:
         if router.lost.done():
             return  # nobody listens there
         name, answer = arrival.request.request_id, _Answer()
-        stages = SequenceStages(arrive=self._clock(), log_context=LogContext(name))
-        reading = router.spawn(self._read(arrival, router, answer, stages))
+        state = RequestState(ChoiceJob(arrival.request), self._clock(), LogContext(name))
+        reading = router.spawn(self._read(arrival, router, answer, state))
         self._report.requests += 1
         patience_s = MOST_WAIT_S if arrival.cancel_after_s is None else arrival.cancel_after_s
         done, _ = await asyncio.wait({reading, router.lost}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
@@ -185,13 +185,13 @@ class _Simulation:
             reading.cancel()
             await asyncio.wait({reading, router.lost}, return_when=asyncio.FIRST_COMPLETED)
         self._report.tokens += len(answer.tokens)
-        self._report.retries += stages.resumes
-        self._report.prefill_failures += stages.prefill_failures
+        self._report.retries += state.resumes
+        self._report.prefill_failures += state.prefill_failures
         if not reading.done():
             self._report.orphaned += 1
             reading.cancel()  # to be seen to its end when the router is
         self._check_answer(arrival, answer, reading)
-        self._check_computed_once(arrival, stages)
+        self._check_computed_once(arrival, state)
 
     def _check_answer(self, arrival: Arrival, answer: _Answer, reading: "asyncio.Task[None]") -> None:
         name, tokens = arrival.request.request_id, answer.tokens
@@ -224,16 +224,16 @@ class _Simulation:
         assert answer.ends == ["stop" if stopped else "length"], f"{name}: ends {answer.ends}"
         assert answer.events[-1].finish_reason is not None, f"{name}: goes on after its end"
 
-    def _check_computed_once(self, arrival: Arrival, stages: SequenceStages) -> None:
+    def _check_computed_once(self, arrival: Arrival, state: RequestState) -> None:
         """The decode worker computes no prompt that a prefill worker was asked for, unless something went wrong."""
         scenario = self._scenario
         is_calm = not (scenario.faults or scenario.is_overload or any(one.is_poison for one in scenario.arrivals))
-        was_twice = any(tried.prefill and tried.transfer_s == 0.0 for tried in stages.tries)
+        was_twice = any(tried.path.prefill and tried.transfer_s == 0.0 for tried in state.attempts)
         assert not (is_calm and was_twice), f"{arrival.request.request_id}: its prompt was computed twice"
 
-    async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, stages: SequenceStages) -> None:
+    async def _read(self, arrival: Arrival, router: BlindRouter, answer: _Answer, state: RequestState) -> None:
         next_index, last_at = 0, self._clock()
-        async with aclosing(router.pipeline.generate(arrival.request, stages)) as events:
+        async with aclosing(router.pipeline.generate(state)) as events:
             async for event in events:
                 self._trace(f"{arrival.request.request_id} gets {event}")
                 is_next = event.index == next_index and event.error is None

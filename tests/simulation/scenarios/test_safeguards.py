@@ -24,14 +24,13 @@ from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
 from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
-from twostroke.router.attempt_events import SuspectRequest
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.moves import RunningStream, StreamMoves
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.health.poison import Suspects
 from twostroke.router.health.worker_records import WorkerRecords
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.router.request_state import RequestState, SuspectRequest
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
@@ -190,11 +189,9 @@ def _take_every_index(events: Sequence[TokenEvent], sent: Sequence[int]) -> Toke
     return TokenEvent(events[0].request_id, len(sent), tokens, events[-1].finish_reason)
 
 
-@sabotage("a resumed request forgets what was sent", Pipeline, "_next_try", "kill_decode")
-def _call_what_was_sent_a_prompt(
-    pipeline: Pipeline, request: GenerateRequest, sent: Sequence[int], stages: SequenceStages
-) -> GenerateRequest:
-    tried = _next_try(pipeline, request, sent, stages)
+@sabotage("a resumed request forgets what was sent", Pipeline, "_attempt_request", "kill_decode")
+def _call_what_was_sent_a_prompt(pipeline: Pipeline, state: RequestState) -> GenerateRequest:
+    tried = _attempt_request(pipeline, state)
     return replace(tried, num_prompt_tokens=len(tried.token_ids))
 
 
@@ -282,18 +279,16 @@ async def _never_end_the_call(attempt: Attempt) -> None:
     await asyncio.shield(asyncio.ensure_future(_call_decode(attempt)))
 
 
-@sabotage("a moved stream forgets what was sent", Pipeline, "_next_try", "moves")
-def _begin_anew(
-    pipeline: Pipeline, request: GenerateRequest, sent: Sequence[int], stages: SequenceStages
-) -> GenerateRequest:
-    return _call_what_was_sent_a_prompt(pipeline, request, sent, stages)
+@sabotage("a moved stream forgets what was sent", Pipeline, "_attempt_request", "moves")
+def _begin_anew(pipeline: Pipeline, state: RequestState) -> GenerateRequest:
+    return _call_what_was_sent_a_prompt(pipeline, state)
 
 
 _begin_stream = RunningStream.__init__
 _running = StreamMoves.running
 _call_decode = Attempt._call_decode
 _failed = WorkerRecords._failed
-_next_try = Pipeline._next_try
+_attempt_request = Pipeline._attempt_request
 _heard = BlockIndex.heard
 _begin_chunk = IncomingLane.begin_chunk
 _refuse = KVReceiver.refuse_offer

@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to the last of its answer: an `HttpExchange`, and its line in the access log.
+"""One HTTP request from its first byte to the last of its answer: a `RequestLog`, and its line in the log.
 
 Traces and counters hear of it in the same place. All take numbers and names from it, never a word of a prompt, an
 answer or a key.
@@ -7,7 +7,7 @@ answer or a key.
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError, public_error
-from twostroke.protocol.requests import LOG_CONTEXT, GenerateRequest, LogContext, about
-from twostroke.router.observe.stages import SequenceStages
+from twostroke.protocol.requests import LOG_CONTEXT, LogContext, about
+from twostroke.router.request_state import RequestState
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ _MOST_WORKERS = 16
 CLIENT_GONE = 499
 """The status in logs of a request whose client left before it was answered."""
 
-_EXCHANGE = "twostroke.exchange"
+_REQUEST_LOG = "twostroke.request_log"
 MINTED = "twostroke.minted_id"
 """Key in an ASGI scope that is true where the request's id was made here, and not by its client."""
 
 
 @dataclass(slots=True, eq=False)
-class HttpExchange:
+class RequestLog:
     """Moments are the service's clock, in seconds."""
 
     request_id: str
@@ -57,11 +57,8 @@ class HttpExchange:
     code: str | None = None  # of the error that it was answered with, or that ended its stream
     refusal: TwostrokeError | None = None  # the error that it was answered with, where errors are counted
     is_stream: bool = False
-    requests: Sequence[GenerateRequest] = field(default=())  # one for each choice
-    stages: Sequence[SequenceStages] = field(default=())  # likewise
-    leaders: Sequence[SequenceStages] = field(default=())  # of these, the first of each prompt
+    choices: Sequence[RequestState] = ()
     has_minted_id: bool = False  # else the id is the client's own text
-    num_prompt_tokens: int = 0  # prompts count once, however many choices each has
     trace_id: str = ""  # of the client's trace context, or of the trace that begins here; empty: there is none
 
     def fails(self, error: TwostrokeError) -> None:
@@ -73,50 +70,51 @@ class HttpExchange:
         self.fails(error)
         self.refusal = error
 
-    def generates(
-        self,
-        requests: Sequence[GenerateRequest],
-        stages: Sequence[SequenceStages],
-        leaders: Sequence[SequenceStages],
-        num_prompt_tokens: int,
-        *,
-        is_stream: bool,
-    ) -> None:
-        """The request has been understood; `stages` fill up on its way."""
-        self.requests, self.stages, self.leaders = requests, stages, leaders
-        self.num_prompt_tokens, self.is_stream = num_prompt_tokens, is_stream
+    def generates(self, choices: Sequence[RequestState], *, is_stream: bool) -> None:
+        """Note that the request has been understood."""
+        self.choices, self.is_stream = choices, is_stream
 
     def log_context(self, choice: int = 0) -> LogContext:
         """Return what log lines about the request tell, or about one of its choices."""
         return LogContext(self.request_id, self.trace_id, choice)
 
     @property
+    def leaders(self) -> list[RequestState]:
+        """The first choice of each prompt: others find what that one has computed."""
+        return list({one.job.group: one for one in reversed(self.choices)}.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, which count once however many choices each prompt has."""
+        return sum(one.request.num_prompt_tokens for one in self.leaders)
+
+    @property
     def num_output_tokens(self) -> int:
         """Output tokens of all choices."""
-        return sum(stages.num_output_tokens for stages in self.stages)
+        return sum(one.num_output_tokens for one in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in a prefix cache; other choices find what the first of their prompt has computed."""
-        return sum(stages.num_cached_tokens for stages in self.leaders)
+        """Prompt tokens found in a prefix cache."""
+        return sum(one.num_cached_tokens for one in self.leaders)
 
     @property
     def num_tier_tokens(self) -> int:
         """Prompt tokens of these whose KV came from a KV tier."""
-        return sum(stages.num_tier_tokens for stages in self.leaders)
+        return sum(one.num_tier_tokens for one in self.leaders)
 
 
-def exchange_of(request: HTTPConnection) -> HttpExchange:
-    """The exchange that the request is a part of. For an app with `Exchanges`."""
-    exchange: HttpExchange = request.scope[_EXCHANGE]
-    return exchange
+def request_log(request: HTTPConnection) -> RequestLog:
+    """Return the record of an HTTP request. For an app with `RequestLogging`."""
+    log: RequestLog = request.scope[_REQUEST_LOG]
+    return log
 
 
-class Exchanges:
+class RequestLogging:
     """Middleware: tells `began` of each request, logs it when it is over, and tells `over` of it."""
 
     def __init__(
-        self, app: ASGIApp, clock: Clock, began: Callable[[HttpExchange], None], over: Callable[[HttpExchange], None]
+        self, app: ASGIApp, clock: Clock, began: Callable[[RequestLog], None], over: Callable[[RequestLog], None]
     ):
         self._app = app
         self._clock = clock
@@ -130,7 +128,7 @@ class Exchanges:
         headers = Headers(scope=scope)
         trace = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = _TRACE_PARENT.fullmatch(trace.get("traceparent", ""))
-        exchange = HttpExchange(
+        log = RequestLog(
             LOG_CONTEXT.get().request_id,
             scope["method"],
             scope["path"],
@@ -139,54 +137,55 @@ class Exchanges:
             has_minted_id=bool(scope.get(MINTED)),
             trace_id=parent[1] if parent else "",
         )
-        scope[_EXCHANGE] = exchange
-        self._began(exchange)
-        LOG_CONTEXT.set(exchange.log_context())  # `RequestIds` takes it back
+        scope[_REQUEST_LOG] = log
+        self._began(log)
+        LOG_CONTEXT.set(log.log_context())  # `RequestIds` takes it back
 
         async def send_and_see(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
+                log.status = message["status"]
             await send(message)
 
         try:
             await self._app(scope, receive, send_and_see)
         finally:
-            exchange.ended = self._clock()
+            log.ended = self._clock()
             route = scope.get("route")  # FastAPI leaves it there
-            exchange.route = None if route is None else str(route.path)
-            _log_line(exchange)
-            self._over(exchange)
+            log.route = None if route is None else str(route.path)
+            _log_line(log)
+            self._over(log)
 
 
-def _log_line(exchange: HttpExchange) -> None:
-    level = logging.DEBUG if exchange.path in _QUIET_PATHS else logging.INFO
+def _log_line(log: RequestLog) -> None:
+    level = logging.DEBUG if log.path in _QUIET_PATHS else logging.INFO
     if _log.isEnabledFor(level):
         _log.log(
             level,
             "%s %s",
-            exchange.method,
-            exchange.path[:256],
-            extra=about(exchange.log_context(), **_fields(exchange)),
+            log.method,
+            log.path[:256],
+            extra=about(log.log_context(), **_fields(log)),
         )
 
 
-def _fields(exchange: HttpExchange) -> dict[str, Any]:
-    fields: dict[str, Any] = {"status": exchange.status, "e2e_s": round(exchange.ended - exchange.began, 4)}
-    if exchange.code is not None:
-        fields["code"] = exchange.code
-    if exchange.tenant is not None:
-        fields["tenant"] = exchange.tenant
-    if exchange.requests:
-        first_tokens = [stages.ttft_s for stages in exchange.stages if stages.ttft_s is not None]
+def _fields(log: RequestLog) -> dict[str, Any]:
+    fields: dict[str, Any] = {"status": log.status, "e2e_s": round(log.ended - log.began, 4)}
+    if log.code is not None:
+        fields["code"] = log.code
+    if log.tenant is not None:
+        fields["tenant"] = log.tenant
+    if log.choices:
+        first_tokens = [one.ttft_s for one in log.choices if one.ttft_s is not None]
+        workers = [pair for one in log.choices for pair in one.workers()]
         fields |= {
-            "slo_class": exchange.requests[0].promise.class_name,
-            "choices": len(exchange.requests),
-            "prompt_tokens": exchange.num_prompt_tokens,
-            "output_tokens": exchange.num_output_tokens,
+            "slo_class": log.choices[0].request.promise.class_name,
+            "choices": len(log.choices),
+            "prompt_tokens": log.num_prompt_tokens,
+            "output_tokens": log.num_output_tokens,
             "ttft_s": round(min(first_tokens), 4) if first_tokens else None,
-            "attempts": max(stages.attempts for stages in exchange.stages),
-            "prefill_workers": _distinct(prefill for stages in exchange.stages for prefill, _ in stages.workers()),
-            "decode_workers": _distinct(decode for stages in exchange.stages for _, decode in stages.workers()),
+            "attempts": max(len(one.attempts) for one in log.choices),
+            "prefill_workers": _distinct(prefill for prefill, _ in workers),
+            "decode_workers": _distinct(decode for _, decode in workers),
         }
     return fields
 

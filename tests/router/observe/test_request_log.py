@@ -26,7 +26,7 @@ def logged(caplog, monkeypatch):
 
 def access(text):
     lines = map(json.loads, text.splitlines())
-    return [line for line in lines if line["logger"] == "twostroke.router.observe.access_log"]
+    return [line for line in lines if line["logger"] == "twostroke.router.observe.request_log"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -66,8 +66,8 @@ async def test_a_stream_that_fails_before_or_after_it_began_is_told_by_its_code(
         async with site_of(0, 1) as site:
             whole = site.service.runner.deltas
 
-            async def generate(job, stages):
-                async with aclosing(whole(job, stages)) as deltas:
+            async def generate(state):
+                async with aclosing(whole(state)) as deltas:
                     for _ in range(num_deltas):
                         yield await anext(deltas)
                 raise failure
