@@ -1,15 +1,32 @@
 """Settings of KV transfer."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
+from pydantic import field_validator
 
 from twostroke.protocol.kv_layout import Encoding
 from twostroke.protocol.settings import Count, Section
 
+TransportName = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc", "nixl"]
+
 
 class TransferConfig(Section):
-    """Both sides should have the same values; a peer with other ones is only given up sooner or later."""
+    """Transfer of KV between workers. Both sides should have the same values; a peer with other ones is only given up
+    sooner or later."""
+
+    transport: TransportName = "auto"
+    """auto: for each pair of workers the best that both have: on one machine memory is shared (`shm` on CPUs,
+    `cuda_ipc` on GPUs), between machines `tcp` on CPUs and `torch_distributed` (NCCL) on GPUs. `torch_distributed` on
+    CPUs is gloo, slower than `tcp`; neither `tcp` nor `shm` reaches a GPU's memory. `nixl` is RDMA by NIXL (the
+    extra `nixl`: `make tools`, or `pip install -e '.[nixl]'` in the checkout), on CPUs and GPUs; auto does not take it
+    before RDMA hardware has confirmed it. `twostroke doctor` shows what came of it."""
+    tcp_streams: Annotated[int, Ge(1), Le(64)] = 4
+    """Connections of one `tcp` link between machines, which large chunks are spread over; within a machine it is one.
+    More where they don't fill the wire."""
+    tcp_max_bytes_per_s: Annotated[int, Ge(1000)] | None = None
+    """Largest rate of one `tcp` link, by the kernel's pacing; null: unlimited. Set it where KV shares a network with
+    other traffic."""
 
     lease_s: float = 3.0
     """Seconds after which a silent peer's transfers end, and a link whose chunk takes longer; 0.1 to `progress_s`. A
@@ -39,3 +56,10 @@ class TransferConfig(Section):
     """Seconds that a used ticket is remembered, so that it is not used twice."""
     max_used_tickets: Count = 65536
     """Tickets that are remembered; the oldest go first."""
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _check_name(cls, transport: object) -> object:
+        if isinstance(transport, str) and transport.lower() in ("nccl", "gloo"):
+            raise ValueError(f"{transport} is not a name here: set torch_distributed, which uses it")
+        return transport

@@ -16,7 +16,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from twostroke.benchmarks.console import say
 from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.transfers.worker_process import Hosted, HostProcess
-from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import make_transports
@@ -42,7 +42,7 @@ Device = Literal["cpu", "cuda"]
 
 HOST = "127.0.0.1"
 SECRET = b"a secret of these two processes alone"
-TRANSPORTS = {"cpu": "shm", "cuda": "cuda_ipc"}
+TRANSPORTS: Mapping[str, TransportName] = {"cpu": "shm", "cuda": "cuda_ipc"}
 WARM_UPS = 3
 AT_ONCE = 4  # prompts
 
@@ -133,7 +133,7 @@ class Source(Hosted):
             fill(layer, index)
         if device == "cuda":
             torch.cuda.synchronize()
-        self._transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
+        self._transports = make_transports(TransferConfig(transport=TRANSPORTS[device]), cache, peers=[cache.layout])
         self._sender = KVSender(
             peer=self._peer,
             store=cache,
@@ -221,7 +221,7 @@ class PullTarget:
 async def _target(device: Device, sizes: PullSizes) -> AsyncIterator[PullTarget]:
     cache = make_cache(device, sizes)
     process = HostProcess(Source, device, sizes)
-    transports = make_transports(TRANSPORTS[device], cache, peers=[cache.layout])
+    transports = make_transports(TransferConfig(transport=TRANSPORTS[device]), cache, peers=[cache.layout])
     receiver = KVReceiver(
         peer=Peer("target", draw_epoch()),
         store=cache,

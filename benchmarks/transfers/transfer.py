@@ -35,7 +35,7 @@ from twostroke.benchmarks.engines.engine import write_random_model
 from twostroke.benchmarks.transfers.pull import DRY, SIZES, Device, measure_pulls
 from twostroke.benchmarks.transfers.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.cluster.config.model_folder import resolve_model_folder
-from twostroke.cluster.config.sections import TransportChoice
+from twostroke.kvtransfer.config import TransportName
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.costs.sizes import kv_block_bytes
@@ -152,7 +152,7 @@ def _served(
     folder: Path,
     prompt_tokens: int,
     concurrency: int,
-    transport: TransportChoice,
+    transport: TransportName,
     max_bytes_per_s: int | None,
     device: Device = "cpu",
 ) -> AbstractAsyncContextManager[ProcessFleet]:

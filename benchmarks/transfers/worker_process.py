@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.managers import BaseManager, RemoteError
 from typing import Any, Literal, TypeVar
 
-from twostroke.cluster.config.sections import ModelSection, TransportChoice, WorkerResources
+from twostroke.cluster.config.sections import ModelSection, WorkerResources
 from twostroke.cluster.config.worker_settings import WorkerSettings
 from twostroke.cluster.ranks.worker_parts import load_parts
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import decode_role
-from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import prefill_role
@@ -64,7 +64,7 @@ class Settings:
     model: str  # its folder
     num_blocks: int
     block_size: int
-    transport: TransportChoice = "auto"
+    transport: TransportName = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     tcp_max_bytes_per_s: int | None = None
@@ -168,10 +168,7 @@ class HostedWorker(Hosted):
                 block_size=settings.block_size,
                 device=settings.device,
                 threads=settings.threads,
-                transport=settings.transport,
-                tcp_streams=4,
-                tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
-                transfer=TransferConfig(),
+                transfer=TransferConfig(transport=settings.transport, tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s),
             ),
             peer,
             network,

@@ -25,13 +25,14 @@ from twostroke.cluster.config.config import check_keys, faults_in, keys_of, lay_
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.other_servers import SAME, tiers_of_connector
 from twostroke.cluster.config.reading import load_yaml_and_text
-from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype, TransportChoice
+from twostroke.cluster.config.sections import BUNDLED_MODEL, Dtype
 from twostroke.cluster.deployments.haproxy import haproxy_binary
 from twostroke.cluster.deployments.proxies import exposure_warning
 from twostroke.cluster.local.processes import become_subreaper, end_descendants, interrupt_once
 from twostroke.cluster.local.ray import ray_folder
 from twostroke.cluster.local.server import ServeOrder, ServerReport, check_port, own_url
 from twostroke.kvtiers.config import SETTING as TIERS
+from twostroke.kvtransfer.config import TransportName
 from twostroke.model.config import Quantization
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import parse_count
@@ -156,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill", type=int, metavar="N", help="prefill workers; 0: decode workers compute prompts too"
     )
     parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
-    parser.add_argument("--transport", choices=get_args(TransportChoice), help="transport of KV")
+    parser.add_argument("--transport", choices=get_args(TransportName), help="transport of KV")
     parser.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's own proxy in front of the router")
     parser.add_argument(

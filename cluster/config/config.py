@@ -23,13 +23,12 @@ from twostroke.cluster.config.sections import (
     ModelSection,
     PrefillSection,
     RouterSection,
-    TransferSection,
-    TransportChoice,
     WorkerResources,
     parse_cores,
 )
 from twostroke.kvtiers.config import SETTING as TIERS
 from twostroke.kvtiers.config import TiersConfig
+from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 from twostroke.protocol.stats import Role
@@ -50,7 +49,7 @@ class ClusterConfig(Section):
     prefill: PrefillSection = Field(default_factory=PrefillSection)
     decode: DecodeSection = Field(default_factory=DecodeSection)
     router: RouterSection = Field(default_factory=RouterSection)
-    kv_transfer: TransferSection = Field(default_factory=TransferSection)
+    kv_transfer: TransferConfig = Field(default_factory=TransferConfig)
     kv_cache: KVCacheSection = Field(default_factory=KVCacheSection)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     slo: SLOConfig = Field(default_factory=SLOConfig)
@@ -72,7 +71,7 @@ class ClusterConfig(Section):
                 f"prefill.dtype: {dtypes[0]} beside decode.dtype {dtypes[1]}: KV is of a worker's dtype, which both "
                 "must have to exchange it: give them the same (quantization may differ)"
             )
-        encoding = self.kv_transfer.transfer.encoding
+        encoding = self.kv_transfer.encoding
         if self.model.kv_cache_dtype != "auto" and encoding != "raw":
             raise ValueError(
                 f"kv_transfer.encoding: {encoding} beside model.kv_cache_dtype {self.model.kv_cache_dtype}, which has "
@@ -83,6 +82,7 @@ class ClusterConfig(Section):
                 f"kv_transfer.encoding: {encoding} beside {TIERS}, whose objects hold KV exactly as it was computed: "
                 "set encoding to raw, or leave the tiers out"
             )
+        _check_transfer(self.kv_transfer)
         check_counts(self.autoscaling, self.counts, self.gpus_each)
         return self
 
@@ -164,20 +164,19 @@ class ClusterConfig(Section):
         return max(usual, *(CPU_BLOCK_SIZE * section.parallel.context_ranks for section in self.roles.values()))
 
     @property
-    def transport(self) -> TransportChoice:
-        """Return the transport of KV. Raises ConfigError where these workers or the encoding rule it out."""
-        chosen = self.kv_transfer.transport
+    def transfer(self) -> TransferConfig:
+        """Return the settings of KV transfer. Raises ConfigError where these workers or the encoding rule them out."""
+        chosen, encoding = self.kv_transfer.transport, self.kv_transfer.encoding
         elsewhere = {"cpu": ("cuda_ipc",), "cuda": ("tcp", "shm")}[self.device]
         if chosen in elsewhere:
-            others = ", ".join(name for name in get_args(TransportChoice) if name not in elsewhere)
+            others = ", ".join(name for name in get_args(TransportName) if name not in elsewhere)
             raise ConfigError(f"kv_transfer.transport: {chosen} can't reach a cache on {self.device}: use {others}")
-        encoding = self.kv_transfer.transfer.encoding
         if chosen in ("shm", "cuda_ipc") and encoding != "raw":
             raise ConfigError(
                 f"kv_transfer.encoding: {chosen} moves KV as it is stored, not as {encoding}: set encoding to raw, or "
                 "transport to auto"
             )
-        return chosen
+        return self.kv_transfer
 
     @property
     def tiers(self) -> TiersConfig:
@@ -255,6 +254,18 @@ def check_keys(config: ClusterConfig) -> ClusterConfig:
         )
     auth = config.auth.model_copy(update={"keys_file": str(Path(config.auth.keys_file).absolute())})
     return config.model_copy(update={"auth": auth})
+
+
+def _check_transfer(config: TransferConfig) -> None:
+    """Raises ValueError for bounds that work on the wires of tests alone."""
+    for name, least in (("lease_s", 0.1), ("progress_s", 1), ("max_chunk_bytes", 4096)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ValueError(f"kv_transfer.{name}: {value} must be at least {least}")
+    if config.progress_s < config.lease_s:
+        raise ValueError(
+            f"kv_transfer.progress_s: {config.progress_s:g} must be at least kv_transfer.lease_s ({config.lease_s:g})"
+        )
 
 
 def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:

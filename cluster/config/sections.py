@@ -12,7 +12,6 @@ from pydantic import Field, PlainValidator, StringConstraints, field_validator, 
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.kvtiers.config import TiersConfig
-from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.prefill_worker.config import PrefillConfig
@@ -52,7 +51,6 @@ def check_hub_path(path: str) -> str:
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 BlockSize = Annotated[int, Ge(1), Le(1024)]
-TransportChoice = Literal["auto", "tcp", "shm", "torch_distributed", "cuda_ipc", "nixl"]
 
 
 class ModelSection(Section):
@@ -374,46 +372,6 @@ class RouterSection(Placement, HttpConfig, PipelineConfig):
     def pipeline(self) -> PipelineConfig:
         """Return the configuration of the pipeline."""
         return self.part(PipelineConfig)
-
-
-class TransferSection(TransferConfig):
-    """Transfer of KV between workers."""
-
-    transport: TransportChoice = "auto"
-    """auto: for each pair of workers the best that both have: on one machine memory is shared (`shm` on CPUs,
-    `cuda_ipc` on GPUs), between machines `tcp` on CPUs and `torch_distributed` (NCCL) on GPUs. `torch_distributed` on
-    CPUs is gloo, slower than `tcp`; neither `tcp` nor `shm` reaches a GPU's memory. `nixl` is RDMA by NIXL (the
-    extra `nixl`: `make tools`, or `pip install -e '.[nixl]'` in the checkout), on CPUs and GPUs; auto does not take it
-    before RDMA hardware has confirmed it. `twostroke doctor` shows what came of it."""
-    tcp_streams: Annotated[int, Ge(1), Le(64)] = 4
-    """Connections of one `tcp` link between machines, which large chunks are spread over; within a machine it is one.
-    More where they don't fill the wire."""
-    tcp_max_bytes_per_s: Annotated[int, Ge(1000)] | None = None
-    """Largest rate of one `tcp` link, by the kernel's pacing; null: unlimited. Set it where KV shares a network with
-    other traffic."""
-
-    @property
-    def transfer(self) -> TransferConfig:
-        """Return the configuration of senders and receivers."""
-        return self.part(TransferConfig)
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _check_name(cls, transport: object) -> object:
-        if isinstance(transport, str) and transport.lower() in ("nccl", "gloo"):
-            raise ValueError(f"{transport} is not a name here: set torch_distributed, which uses it")
-        return transport
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> "TransferSection":
-        """Less would work on the wires of tests alone."""
-        for name, least in (("lease_s", 0.1), ("progress_s", 1), ("max_chunk_bytes", 4096)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}: {value} must be at least {least}")
-        if self.progress_s < self.lease_s:
-            raise ValueError(f"progress_s: {self.progress_s:g} must be at least kv_transfer.lease_s ({self.lease_s:g})")
-        return self
 
 
 class KVCacheSection(Section):

@@ -10,7 +10,6 @@ from twostroke.cluster.config.sections import (
     DecodeSection,
     ModelSection,
     PrefillSection,
-    TransportChoice,
     WorkerResources,
     parse_cores,
 )
@@ -58,9 +57,6 @@ class WorkerSettings:
     block_size: int  # tokens
     device: Literal["cpu", "cuda"]
     threads: int
-    transport: TransportChoice
-    tcp_streams: int
-    tcp_max_bytes_per_s: int | None
     transfer: TransferConfig
     tiers: TiersConfig = field(default_factory=TiersConfig)
     has_mtp: bool = False  # the model's MTP head is loaded
@@ -87,15 +83,12 @@ class WorkerSettings:
             threads=config.threads(section),
             host_ranks=config.num_ranks,
             peers=tuple(PeerShape(each.parallel.cut, config.block_size(each)) for each in roles),
-            transport=config.transport,
             num_links=2
             * sum(
                 max(0, config.counts[role].most - (each is section)) * section.parallel.most_peers(each.parallel)
                 for role, each in config.roles.items()
             ),
-            tcp_streams=config.kv_transfer.tcp_streams,
-            tcp_max_bytes_per_s=config.kv_transfer.tcp_max_bytes_per_s,
-            transfer=config.kv_transfer.transfer,
+            transfer=config.transfer,
             tiers=config.tiers,
             has_mtp=config.has_mtp,
             swap_bytes=int(section.swap_gib * 2**30) if isinstance(section, DecodeSection) else 0,
@@ -116,7 +109,7 @@ class WorkerSettings:
     @property
     def staged(self) -> Staged:
         """Return the memory that staging links take of each rank's GPU."""
-        stages = self.device == "cuda" and self.transport in ("auto", "torch_distributed", "nixl")
+        stages = self.device == "cuda" and self.transfer.transport in ("auto", "torch_distributed", "nixl")
         return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
     @property
@@ -128,7 +121,7 @@ class WorkerSettings:
         """
         from twostroke.model.costs.sizes import COMMUNICATOR_BYTES
 
-        goes_over_nccl = self.device == "cuda" and self.transport == "torch_distributed"
+        goes_over_nccl = self.device == "cuda" and self.transfer.transport == "torch_distributed"
         return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
     def engine_config(self, folder: Path, gpu: int = 0, core_table: Path | None = None) -> "EngineConfig":

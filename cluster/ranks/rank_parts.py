@@ -110,7 +110,7 @@ async def load_rank(
         check_objects(settings.tiers, store.layout.token_bytes)
         transports = await asyncio.to_thread(
             make_transports,
-            settings.transport,
+            settings.transfer,
             store,
             peers=[
                 msgspec.structs.replace(
@@ -120,9 +120,6 @@ async def load_rank(
                 )
                 for cut, size in settings.peers
             ],
-            encoding=settings.transfer.encoding,
-            tcp_streams=settings.tcp_streams,
-            tcp_max_bytes_per_s=settings.tcp_max_bytes_per_s,
             staged_chunk_bytes=settings.staged.chunk_bytes if settings.device == "cuda" else None,
         )
     except BaseException:

@@ -92,7 +92,7 @@ def make_tiers(
     if reason is not None:
         raise ConfigError(f"kv_cache.tiers: objects are of one rank, which this model's can't be cut into: {reason}")
     store = make_host_cache(layout, num_blocks=config.memory_bytes // (layout.block_bytes * layout.groups.num_tensors))
-    transports = make_transports("auto", store)
+    transports = make_transports(TransferConfig(), store)
     parts: dict[str, Any] = {
         "peer": Peer(f"{peer.worker_id}/tiers", peer.epoch),
         "store": store,

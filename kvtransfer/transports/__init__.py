@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DeviceStore, HostStore, KVStore, SharedStore, Transport
 from twostroke.protocol.errors import ConfigError
-from twostroke.protocol.kv_layout import Encoding, KVLayout
+from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Reach
 
 _JOIN_S = 5.0
 _JOIN_ON_GPUS_S = 30.0  # NCCL may need seconds to connect, and a peer of an unforeseen layout has kernels to compile
-
-NAMES = ("cuda_ipc", "nixl", "shm", "tcp", "torch_distributed")
 
 
 @dataclass(frozen=True)
@@ -31,35 +30,28 @@ class Transports:
 
 
 def make_transports(
-    choice: str,
+    config: TransferConfig,
     store: KVStore,
     *,
     peers: Sequence[KVLayout] = (),
-    encoding: Encoding = "raw",
     join_timeout_s: float | None = None,
-    tcp_streams: int = 4,
-    tcp_max_bytes_per_s: int | None = None,
     staged_chunk_bytes: int | None = None,
 ) -> Transports:
-    """Make the transports that `choice` names for this store: `auto` (all possible ones, best first), or a single one.
+    """Make the transport that the settings name for this store; for `auto` all possible ones, best first.
 
-    `tcp_streams` bounds the TCP connections of a link between machines, `tcp_max_bytes_per_s` the rate of a TCP link
-    (None: no bound). `staged_chunk_bytes` is the largest chunk where a link needs memory of its own for it; None: the
-    default. On a GPU, the kernels of links with workers of `peers`' layouts, for KV in this `encoding`, are compiled
-    here, which may block for some seconds: no transfer's deadline runs meanwhile.
-    Raises ConfigError, with a remedy, for an unknown name and for a transport that this store can't use.
+    `staged_chunk_bytes` is the largest chunk where a link needs memory of its own for it; None: the default. On a GPU,
+    the kernels of links with workers of `peers`' layouts are compiled here, which may block for some seconds: no
+    transfer's deadline runs meanwhile. Raises ConfigError, with a remedy, for a transport that this store can't use.
     """
-    names = _automatic(store) if choice == "auto" else (choice,)
+    names = _automatic(store) if config.transport == "auto" else (config.transport,)
     if join_timeout_s is None:
         join_timeout_s = _JOIN_ON_GPUS_S if isinstance(store, DeviceStore) else _JOIN_S
-    made = {
-        name: _make(name, store, join_timeout_s, tcp_streams, tcp_max_bytes_per_s, staged_chunk_bytes) for name in names
-    }
+    made = {name: _make(name, config, store, join_timeout_s, staged_chunk_bytes) for name in names}
     if isinstance(store, DeviceStore):
         from twostroke.kvtransfer.transports.device_units import warm_up_lanes
 
-        warm_up_lanes(names, store, peers, encoding)
-    return Transports(made, Reach(names, _machine(), _device(store), is_configured=choice != "auto"))
+        warm_up_lanes(names, store, peers, config.encoding)
+    return Transports(made, Reach(names, _machine(), _device(store), is_configured=config.transport != "auto"))
 
 
 def _automatic(store: KVStore) -> tuple[str, ...]:
@@ -75,12 +67,7 @@ def _automatic(store: KVStore) -> tuple[str, ...]:
 
 
 def _make(
-    name: str,
-    store: KVStore,
-    join_timeout_s: float,
-    tcp_streams: int,
-    tcp_max_bytes_per_s: int | None,
-    staged_chunk_bytes: int | None,
+    name: str, config: TransferConfig, store: KVStore, join_timeout_s: float, staged_chunk_bytes: int | None
 ) -> Transport:
     """Make one transport, and import what only it needs. Raises ConfigError."""
     if name == "shm":
@@ -95,7 +82,10 @@ def _make(
         from twostroke.kvtransfer.transports.tcp import TcpTransport
 
         return TcpTransport(
-            store, join_timeout_s=join_timeout_s, streams=tcp_streams, max_bytes_per_s=tcp_max_bytes_per_s
+            store,
+            join_timeout_s=join_timeout_s,
+            streams=config.tcp_streams,
+            max_bytes_per_s=config.tcp_max_bytes_per_s,
         )
     if name == "cuda_ipc":
         if not isinstance(store, DeviceStore):
@@ -115,11 +105,9 @@ def _make(
         return nixl.NixlTransport(
             store, machine=_machine(), join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes
         )
-    if name == "torch_distributed":
-        from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
+    from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
-        return TorchDistributedTransport(store, join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes)
-    raise ConfigError(f"there is no KV transport {name!r}; known are auto, {', '.join(NAMES)}")
+    return TorchDistributedTransport(store, join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes)
 
 
 def _machine() -> str:

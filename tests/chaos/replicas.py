@@ -139,8 +139,8 @@ class _Harmed(_WorkerReplica):
     async def _load(self, settings: WorkerSettings, secret: bytes) -> WorkerParts:
         log_to_pipe()
         # Half of the decode workers are reached over TCP, as between machines; the others over shared memory.
-        if settings.transport == "auto" and self._is_remote:
-            settings = dataclasses.replace(settings, transport="tcp")
+        if settings.transfer.transport == "auto" and self._is_remote:
+            settings = dataclasses.replace(settings, transfer=settings.transfer.model_copy(update={"transport": "tcp"}))
         parts = await super()._load(settings, secret)
         self._agent.take_over(parts)
         return parts

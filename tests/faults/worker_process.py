@@ -21,6 +21,7 @@ from tests.faults.faulty_links import FaultyNetwork, FaultyTransport
 from tests.faults.injection import Fault, Faults
 from tests.faults.pattern_store import CONFIG, LAYOUT, SECRET, PatternStore, num_blocks_of, token_of
 from tests.faults.sabotage import install
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import make_transports
@@ -60,7 +61,8 @@ class WorkerProcess:
         install(self._faults)
         self._network = FaultyNetwork(TcpNetwork(SECRET), self._faults, self._peer)
         # The shared-memory rig has the others too, so that it can fall back.
-        made = make_transports("auto" if transport == "shm" else transport, self._store, join_timeout_s=JOIN_TIMEOUT_S)
+        config = TransferConfig(transport="auto" if transport == "shm" else transport)
+        made = make_transports(config, self._store, join_timeout_s=JOIN_TIMEOUT_S)
         if transport == "torch_distributed":  # what hangs in gloo ends with its operation's time-out
             hasty = TorchDistributedTransport(
                 self._store, join_timeout_s=JOIN_TIMEOUT_S, operation_timeout_s=OPERATION_TIMEOUT_S

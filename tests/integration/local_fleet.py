@@ -219,10 +219,7 @@ def worker_settings(folder: Path, shape: Shape, role: Role, ranks: int) -> Worke
         block_size=(role == "decode" and shape.decode_block_size) or shape.block_size,
         device="cpu",
         threads=1,
-        transport=shape.transport or "tcp",  # type: ignore[arg-type]
-        tcp_streams=4,
-        tcp_max_bytes_per_s=None,
-        transfer=shape.transfers,
+        transfer=shape.transfers.model_copy(update={"transport": shape.transport or "tcp"}),
         swap_bytes=shape.swap_bytes,
         has_mtp=shape.has_mtp,
         tiers=shape.tiers,

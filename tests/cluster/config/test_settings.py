@@ -133,7 +133,7 @@ def test_the_consumers_settings_stand_in_their_sections() -> None:
     assert config.decode.worker.max_batch == 8
     assert config.decode.worker.token_channel.lease_s == 20
     assert config.router.pipeline.retries == 1
-    assert config.kv_transfer.transfer.lease_s == 2.5
+    assert config.kv_transfer.lease_s == 2.5
 
 
 def test_a_role_may_hold_the_model_in_its_own_way() -> None:
@@ -332,7 +332,8 @@ def test_each_role_may_have_its_own_block_size() -> None:
 def test_workers_are_told_how_kv_travels(transport: str) -> None:
     config = read_config({"kv_transfer": {"transport": transport, "tcp_streams": 2, "lease_s": 3}})
     settings = WorkerSettings.of(config, config.prefill)
-    assert (settings.transport, settings.tcp_streams, settings.transfer.lease_s) == (transport, 2, 3.0)
+    transfer = settings.transfer
+    assert (transfer.transport, transfer.tcp_streams, transfer.lease_s) == (transport, 2, 3.0)
 
 
 @pytest.mark.parametrize(

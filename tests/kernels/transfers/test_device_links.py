@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
 from tests.rigs.kv_pair import lane_end
 from twostroke.kvtransfer import transports
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.transports import cuda_ipc, device_units, make_transports
@@ -273,7 +274,7 @@ def test_a_gpus_transports_are_there_once_their_kernels_are_compiled(
 ) -> None:
     monkeypatch.setattr(transports, "_device", lambda _: "a GPU")
     store = store_of(layout_of())
-    make_transports("torch_distributed", store, peers=[store.layout], encoding="fp8")
+    make_transports(TransferConfig(transport="torch_distributed", encoding="fp8"), store, peers=[store.layout])
     before = set(compiled)
     assert before
     CudaStaging(store, lane_end(store.layout, 0, 4, 4, "fp8")).warm_up()

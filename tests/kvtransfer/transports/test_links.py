@@ -13,6 +13,7 @@ import pytest
 
 from tests.rigs.kv_links import ALL_NAMES, SharedBytesStore, blocks, linked, move, two
 from tests.rigs.kv_pair import BytesStore, lane_end
+from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.protocol.errors import ConfigError, ConnectionLost
@@ -275,44 +276,48 @@ class GpuStore:
 
 
 def test_a_store_gets_all_transports_that_it_can_do_best_first() -> None:
-    assert make_transports("auto", BytesStore()).reach.transports == ("tcp",)
-    mapped = make_transports("auto", SharedBytesStore())
+    assert make_transports(TransferConfig(), BytesStore()).reach.transports == ("tcp",)
+    mapped = make_transports(TransferConfig(), SharedBytesStore())
     assert mapped.reach.transports == tuple(mapped.by_name) == ("shm", "tcp")
     assert (mapped.reach.device, mapped.reach.is_configured) == ("cpu", False)
-    assert make_transports("tcp", SharedBytesStore()).reach.is_configured
-    assert make_transports("tcp", SharedBytesStore()).reach.transports == ("tcp",)
-    assert make_transports("torch_distributed", BytesStore()).reach.transports == ("torch_distributed",)
+    assert make_transports(TransferConfig(transport="tcp"), SharedBytesStore()).reach.is_configured
+    assert make_transports(TransferConfig(transport="tcp"), SharedBytesStore()).reach.transports == ("tcp",)
+    assert make_transports(TransferConfig(transport="torch_distributed"), BytesStore()).reach.transports == (
+        "torch_distributed",
+    )
 
 
 def test_a_name_of_a_transport_is_its_key() -> None:
     for choice in ("shm", "tcp", "torch_distributed"):
-        assert [made.name for made in make_transports(choice, SharedBytesStore()).by_name.values()] == [choice]
+        assert [
+            made.name for made in make_transports(TransferConfig(transport=choice), SharedBytesStore()).by_name.values()
+        ] == [choice]
 
 
 @pytest.mark.parametrize(
     ("choice", "store", "way_out"),
     [
-        ("pigeon", BytesStore(), "known are auto, cuda_ipc, nixl, shm, tcp, torch_distributed"),
         ("shm", BytesStore(), "set the transport to auto or tcp"),
         ("tcp", GpuStore(), "set the transport to auto"),
         ("shm", GpuStore(), "set the transport to auto"),
     ],
 )
 def test_a_transport_that_can_not_be_had_is_refused_with_the_way_out(
-    choice: str, store: BytesStore | GpuStore, way_out: str
+    choice: TransportName, store: BytesStore | GpuStore, way_out: str
 ) -> None:
     with pytest.raises(ConfigError, match=way_out):
-        make_transports(choice, store)
+        make_transports(TransferConfig(transport=choice), store)
 
 
 def test_processes_of_one_machine_say_the_same_machine() -> None:
     code = (
         "from tests.rigs.kv_pair import BytesStore\n"
+        "from twostroke.kvtransfer.config import TransferConfig\n"
         "from twostroke.kvtransfer.transports import make_transports\n"
-        "print(make_transports('auto', BytesStore()).reach.machine)"
+        "print(make_transports(TransferConfig(), BytesStore()).reach.machine)"
     )
     theirs = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    assert theirs == make_transports("auto", BytesStore()).reach.machine != ""
+    assert theirs == make_transports(TransferConfig(), BytesStore()).reach.machine != ""
 
 
 def test_torch_and_numba_are_imported_only_for_what_needs_them() -> None:

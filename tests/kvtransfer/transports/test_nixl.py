@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.faults.census import socket_inodes
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, move, two
 from tests.rigs.kv_pair import BytesStore, lane_end
+from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import make_transports, nixl
 from twostroke.protocol.errors import ConfigError, ConnectionLost, ProtocolError
@@ -162,8 +163,8 @@ async def test_machines_without_rdma_are_told_what_to_set(monkeypatch: pytest.Mo
 def test_a_worker_without_the_package_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, nixl.PACKAGE, None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[nixl\]'.*or set the transport to auto"):
-        make_transports("nixl", BytesStore())
+        make_transports(TransferConfig(transport="nixl"), BytesStore())
 
 
 def test_auto_does_not_take_it() -> None:
-    assert "nixl" not in make_transports("auto", SharedBytesStore()).by_name
+    assert "nixl" not in make_transports(TransferConfig(), SharedBytesStore()).by_name
