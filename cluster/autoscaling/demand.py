@@ -162,7 +162,7 @@ def decode_workers(starts: Series, rows: Series, rows_each: float, attainment: f
     return int(min(most, max(1, np.ceil(enough / rows_each - 1e-9))))
 
 
-LEAST_SPARE = 0.05
+MIN_SPARE = 0.05
 """Smallest `spare` of the bound on a step without a TPOT promise, which is 1 / spare of an empty step's time."""
 
 
@@ -210,7 +210,7 @@ def rows_within(costs: StepCosts, step_s: float, row_s: float, most: float) -> f
 def longest_step_s(costs: StepCosts, tpot_s: float | None, spare: float) -> float:
     """Return the longest time that a step with rows may take, in seconds."""
     if tpot_s is None:
-        return costs.weights_s / max(spare, LEAST_SPARE)
+        return costs.weights_s / max(spare, MIN_SPARE)
     # An impossible promise is no reason for more.
     return max(tpot_s * (1 - spare), costs.reading_s(1) * LEAST_STRETCH)
 
@@ -268,7 +268,7 @@ class RoleWork:
     queued_tokens: int  # of prompts
 
 
-def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
+def prefill_demand(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
     """Return the demand for prefill workers. It is UNKNOWN without step costs."""
     role = signals.prefill
     if role.costs is None:
@@ -277,10 +277,10 @@ def prefill_need(signals: Signals, window: Window, config: AutoscalingConfig, st
     # With no prefill worker, prompts wait at the decode workers.
     queued_tokens = role.queued_tokens + (0 if role.running else signals.decode.queued_tokens)
     work = RoleWork(prompts, prompts, queued_tokens)
-    return need_of(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s)
+    return prompt_demand(role, work, signals.ttft_s, window, config, config.prefill.max, startup_s)
 
 
-def need_of(
+def prompt_demand(
     role: RoleSignals,
     work: RoleWork,
     ttft_s: float | None,
@@ -308,7 +308,7 @@ def need_of(
     return RoleDemand(now, lately, load, from_backlog=now > _ceil(load / busy))
 
 
-def decode_need(
+def decode_demand(
     signals: Signals,
     window: Window,
     config: AutoscalingConfig,
@@ -319,7 +319,7 @@ def decode_need(
     role = signals.decode
     if role.costs is None:
         return UNKNOWN
-    each = capacity_of(role, signals.tpot_s, window, config.spare)
+    each = worker_capacity(role, signals.tpot_s, window, config.spare)
     needed_now = workers_held(role, window, each, config.spare)
     if window.mean_output is None:
         return RoleDemand(needed_now, needed_now, 0.0, from_backlog=True)
@@ -333,7 +333,7 @@ def decode_need(
     return RoleDemand(max(_ceil(load), needed_now), lately, load, from_backlog=needed_now > _ceil(load))
 
 
-def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
+def aggregated_demand(signals: Signals, window: Window, config: AutoscalingConfig, startup_s: float) -> RoleDemand:
     """Return the demand for aggregated workers. It is UNKNOWN without step costs.
 
     Their steps take as long as the TPOT promise allows, and the part that rows leave is for prompts. The work of both
@@ -342,7 +342,7 @@ def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig,
     role = signals.decode
     if role.costs is None:
         return UNKNOWN
-    each = capacity_of(role, signals.tpot_s, window, config.spare)
+    each = worker_capacity(role, signals.tpot_s, window, config.spare)
     # A single row may take longer than is promised, and a step without a constant has no longest of its own. Prompts
     # have all experts read, whatever is promised.
     longest_s = longest_step_s(role.costs, signals.tpot_s, config.spare)
@@ -353,7 +353,7 @@ def aggregated_need(signals: Signals, window: Window, config: AutoscalingConfig,
     prompts = prompt_work_s(role.costs, role.step_tokens, window)
     work = _work_s(role, role.costs, prompts, rows, pace_s, window)
     todo = RoleWork(work, prompts, role.queued_tokens)
-    need = need_of(role, todo, signals.ttft_s, window, config, config.decode.max, startup_s)
+    need = prompt_demand(role, todo, signals.ttft_s, window, config, config.decode.max, startup_s)
     room = decode_workers(window.requests, rows, each.rows, config.attainment, config.decode.max)
     needed_now = workers_held(role, window, each, config.spare)
     return replace(
@@ -387,7 +387,7 @@ def workers_held(role: RoleSignals, window: Window, each: DecodeCapacity, spare:
     return needed_now
 
 
-def capacity_of(role: RoleSignals, tpot_s: float | None, window: Window, spare: float) -> DecodeCapacity:
+def worker_capacity(role: RoleSignals, tpot_s: float | None, window: Window, spare: float) -> DecodeCapacity:
     """Return one decode worker's capacity for the window's requests. Raises ValueError without step costs."""
     if role.costs is None:
         raise ValueError("nobody knows yet how long this role's steps take")

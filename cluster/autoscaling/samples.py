@@ -175,7 +175,7 @@ def count(before: Counted, samples: Mapping[str, RouterSample], routers: Collect
     return Counted(before.begun_s, arrived, max(before.elapsed_s, elapsed_s), last)
 
 
-def signals_of(
+def scaling_signals(
     samples: Mapping[str, RouterSample],
     counted: Counted,
     targets: Mapping[Role, int],

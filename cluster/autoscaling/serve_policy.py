@@ -14,9 +14,9 @@ import msgspec
 from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingContext
 
-from twostroke.cluster.autoscaling.autoscaler import ScalingOrder, ScalingView, State, is_due, take_sample
 from twostroke.cluster.autoscaling.decision_watch import publish
 from twostroke.cluster.autoscaling.samples import RouterSample
+from twostroke.cluster.autoscaling.scaling_state import ScalingOrder, ScalingState, ScalingView, is_due, take_sample
 from twostroke.protocol.settings import from_plain
 from twostroke.protocol.stats import Role
 
@@ -45,7 +45,7 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
     at_s = time.monotonic()
     if not is_due(kept.get(_LOOKED), at_s):
         return {}, {decode.deployment_id: kept}
-    state: State | None = kept.get(_STATE)
+    state: ScalingState | None = kept.get(_STATE)
     decisions: Decisions = {}
     try:  # what is raised here would keep Serve from looking after any of its applications
         state, has_decided = _look(state, named, at_s)
@@ -59,18 +59,20 @@ def joint_policy(contexts: Contexts) -> tuple[Decisions, States]:
     return decisions, {decode.deployment_id: {_STATE: state, _LOOKED: at_s}}
 
 
-def _look(state: State | None, named: Mapping[str, AutoscalingContext], at_s: float) -> tuple[State, bool]:
+def _look(
+    state: ScalingState | None, named: Mapping[str, AutoscalingContext], at_s: float
+) -> tuple[ScalingState, bool]:
     """Run `take_sample` on what Serve knows."""
     decode, router = named[DEPLOYMENTS["decode"]], named[ROUTER]
     order = msgspec.convert(decode.config.policy.policy_kwargs["order"], ScalingOrder, dec_hook=from_plain)
     targets = {role: named[name].target_num_replicas for role, name in DEPLOYMENTS.items() if name in named}
     routers = {replica.unique_id for replica in router.running_replicas}
     return take_sample(
-        state, ScalingView(samples_of(router.raw_metrics or {}), routers, targets, at_s, time.time()), order
+        state, ScalingView(router_samples(router.raw_metrics or {}), routers, targets, at_s, time.time()), order
     )
 
 
-def samples_of(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, RouterSample]:
+def router_samples(raw_metrics: Mapping[str, Mapping[Any, Any]]) -> dict[str, RouterSample]:
     """Return each router's newest sample, from time series by name and replica. Serve's own averages would blur
     counters."""
     numbers: dict[str, dict[str, float]] = {}

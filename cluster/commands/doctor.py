@@ -124,7 +124,7 @@ def _show(
 def summary(pairs: list[dict[str, Any]], *, has_all_workers: bool) -> str:
     """Return the result of all probes in one sentence."""
     if not pairs:
-        reason = "decode workers read prompts themselves" if has_all_workers else "workers are missing"
+        reason = "decode workers compute prompts themselves" if has_all_workers else "workers are missing"
         return f"There is no pair of workers that KV could travel between: {reason}."
     num_failed = sum(pair["error"] is not None for pair in pairs)
     if num_failed:

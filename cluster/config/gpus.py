@@ -63,11 +63,11 @@ def share_gpus(settings: Mapping[str, Any], gpus: int) -> Shared:
 
 
 def _as_many_as_fit(settings: Mapping[str, Any], config: ClusterConfig, gpus: int) -> Shared:
-    """Both roles where there is room for a worker of each, else decode workers that read prompts, too."""
+    """Both roles where there is room for a worker of each, else decode workers that compute prompts, too."""
     of_prefill, of_decode = config.prefill.num_ranks, config.decode.num_ranks
     if of_prefill + of_decode > gpus:
         shared = _told(settings, {"prefill": 0, "decode": 1}, {"prefill": 0, "decode": gpus // of_decode})
-        line = "GPUs: too few for a worker of each role, so decode workers read prompts, too (aggregated)"
+        line = "GPUs: too few for a worker of each role, so decode workers compute prompts, too (aggregated)"
         prefill = 0
     else:
         prefill = max(1, min(int(gpus * PREFILL_SHARE / of_prefill), (gpus - of_decode) // of_prefill))

@@ -20,7 +20,7 @@ DOZEN: Mapping[tuple[str, ...], str] = {
     ("model.name",): "what clients call it",
     ("model.max_context",): "shorter contexts leave room for more requests at once",
     ("model.quantization",): "half or a quarter of the weights' memory; faster answers on CPUs",
-    ("prefill.replicas", "decode.replicas"): "how many workers read prompts, and how many write answers",
+    ("prefill.replicas", "decode.replicas"): "how many workers compute prompts, and how many generate answers",
     ("prefill.tensor_parallel", "decode.tensor_parallel"): "a model that one GPU can't hold",
     ("decode.kv_cache_gib",): "how many requests and prefixes fit",
     ("decode.max_batch",): "fewer streams at once, each faster",

@@ -117,8 +117,8 @@ class HeldModel(Section):
     workers."""
     quantization: Quantization | None = None
     """null: `model.quantization`. Prompts gain nothing from quantised weights, and answers much: `decode:
-    {quantization: int4}` with prefill left alone reads prompts with the whole weights and writes answers at int4's
-    speed. KV of both is taken for the same, and shared (docs/design/engine.md#quantisation)."""
+    {quantization: int4}` with prefill left alone computes prompts with the whole weights and answers at int4's speed.
+    KV of both is taken for the same, and shared (docs/design/engine.md#quantisation)."""
 
 
 def held_as(dtype: str, weights: str | None) -> str:
@@ -322,10 +322,10 @@ class Placement(Section):
 
 
 class PrefillSection(WorkerResources, HeldModel, Placement, PrefillConfig):
-    """Prefill workers read prompts."""
+    """Prefill workers compute prompts."""
 
     replicas: Annotated[int, Ge(0), Le(1024)] = 1
-    """Workers. 0: aggregated, decode workers read prompts in chunks beside their running streams. More for long
+    """Workers. 0: aggregated, decode workers compute prompts in chunks beside their running streams. More for long
     prompts, or where time to first token is what counts."""
 
     @property
@@ -335,7 +335,7 @@ class PrefillSection(WorkerResources, HeldModel, Placement, PrefillConfig):
 
 
 class DecodeSection(WorkerResources, HeldModel, Placement, DecodeConfig):
-    """Decode workers write answers."""
+    """Decode workers generate answers."""
 
     replicas: Annotated[int, Ge(1), Le(1024)] = 1
     """Workers. More for long answers and many streams."""

@@ -22,7 +22,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
+from twostroke.cluster.autoscaling.scaling_state import ScalingOrder
 from twostroke.cluster.autoscaling.serve_policy import DEPLOYMENTS, MISSING_POLICY, ROUTER
 from twostroke.cluster.config.autoscaling import RoleLimits, WorkerCounts
 from twostroke.cluster.config.config import ClusterConfig, check_keys, read_config

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
+from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import load_yaml

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
 from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, ScalingDecision, Signals
+from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts
 

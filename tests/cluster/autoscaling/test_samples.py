@@ -10,7 +10,7 @@ from twostroke.cluster.autoscaling.samples import (
     RouterCounters,
     RouterSample,
     count,
-    signals_of,
+    scaling_signals,
 )
 from twostroke.protocol.stats import StepCosts
 
@@ -59,7 +59,7 @@ def test_a_reading_that_comes_late_is_no_burst() -> None:
     """Serve's controller may be held up, and then hears all at once what routers have told meanwhile."""
     counted = count(Counted(BEGUN), {"a": sample(1.0, requests=50)}, {"a"}, BEGUN + 2)
     counted = count(counted, {"a": sample(16.0, requests=200)}, {"a"}, BEGUN + 17)
-    signals = signals_of({"a": sample(16.0)}, counted, {}, {})
+    signals = scaling_signals({"a": sample(16.0)}, counted, {}, {})
     assert (signals.at_s, signals.arrived.requests) == (15.0, 200)
     both = {"a": sample(16.0, requests=200), "older": sample(900.0)}
     counted = count(counted, both, {"a", "older"}, BEGUN + 17)
@@ -109,7 +109,7 @@ def test_workers_count_once_as_the_router_sees_them_that_reaches_most() -> None:
         "new": sample(3.0, prefill__running=0, decode__running=0),  # has just started
     }
     counted = heard(samples, {"old": 2.0, "newer": 1.0})
-    signals = signals_of(samples, counted, {"prefill": 1, "decode": 3}, {"decode": 1.0})
+    signals = scaling_signals(samples, counted, {"prefill": 1, "decode": 3}, {"decode": 1.0})
     assert (signals.decode.running, signals.decode.target, signals.decode.queued_tokens) == (2, 3, 90)
     assert (signals.decode.max_batch, signals.decode.gpus_each, signals.prefill.gpus_each) == (64, 1.0, 0.0)
 
@@ -118,25 +118,25 @@ def test_a_router_that_hangs_says_nothing_of_workers_while_others_tell() -> None
     hung = sample(1.0, decode__running=3, decode__queued_tokens=9000)
     fresh = sample(7.0, decode__running=2, decode__queued_tokens=0)
     samples = {"hung": hung, "fresh": fresh}
-    signals = signals_of(samples, heard(samples, {"hung": LATE_S + 1}), {"decode": 2}, {})
+    signals = scaling_signals(samples, heard(samples, {"hung": LATE_S + 1}), {"decode": 2}, {})
     assert (signals.decode.running, signals.decode.queued_tokens) == (2, 0)
-    assert signals_of({"hung": hung}, heard({"hung": hung}), {}, {}).decode.running == 3  # nobody knows better
+    assert scaling_signals({"hung": hung}, heard({"hung": hung}), {}, {}).decode.running == 3  # nobody knows better
 
 
 def test_costs_are_there_once_a_worker_knows_its_own() -> None:
     told = {"base_s": 0.1, "token_s": 0.2, "pair_s": 0.3, "row_s": 0.4, "context_s": 0.5, "num_samples": 9}
     known = sample(decode__running=1, **{f"decode__{name}": one for name, one in told.items()})
-    signals = signals_of({"a": known}, heard({"a": known}), {"decode": 1}, {})
+    signals = scaling_signals({"a": known}, heard({"a": known}), {"decode": 1}, {})
     assert signals.decode.costs == StepCosts(0.1, 0.2, 0.3, 0.4, 0.5, 9)
     assert signals.prefill == replace(signals.prefill, running=0, target=0, costs=None)
     told |= {"experts_s": 0.6, "expert_share": 0.7}
     mixture = sample(decode__running=1, **{f"decode__{name}": one for name, one in told.items()})
-    signals = signals_of({"a": mixture}, heard({"a": mixture}), {"decode": 1}, {})
+    signals = scaling_signals({"a": mixture}, heard({"a": mixture}), {"decode": 1}, {})
     assert signals.decode.costs == StepCosts(*told.values())
 
 
 def test_the_tightest_promise_is_that_of_whichever_router_is_asked_for_it() -> None:
     samples = {"a": sample(ttft_s=0.0, tpot_s=0.1), "b": sample(ttft_s=2.0, tpot_s=0.05)}
-    signals = signals_of(samples, heard(samples), {}, {})
+    signals = scaling_signals(samples, heard(samples), {}, {})
     assert (signals.ttft_s, signals.tpot_s) == (2.0, 0.05)
-    assert signals_of({"a": sample()}, heard({"a": sample()}), {}, {}).ttft_s is None
+    assert scaling_signals({"a": sample()}, heard({"a": sample()}), {}, {}).ttft_s is None

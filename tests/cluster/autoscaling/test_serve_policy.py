@@ -16,8 +16,8 @@ from ray.serve.schema import ServeApplicationSchema
 
 from twostroke.cluster.autoscaling import decision_watch as publication
 from twostroke.cluster.autoscaling import serve_policy
-from twostroke.cluster.autoscaling.autoscaler import ScalingOrder
-from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION, MissingPolicy, joint_policy, samples_of
+from twostroke.cluster.autoscaling.scaling_state import ScalingOrder
+from twostroke.cluster.autoscaling.serve_policy import POLICY_FUNCTION, MissingPolicy, joint_policy, router_samples
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits, WorkerCounts
 from twostroke.cluster.deployments.serve_app import replica_options
 from twostroke.protocol.settings import to_plain
@@ -37,7 +37,7 @@ def point(at: float, value: float | None) -> TimeStampedValue:
 
 def test_of_a_routers_time_series_the_newest_point_counts_that_has_a_value() -> None:
     a, b = ReplicaID("a", ROUTER), ReplicaID("b", ROUTER)
-    told = samples_of(
+    told = router_samples(
         {
             "uptime_s": {a: [point(1.0, 50.0), point(900.0, 51.0), point(3.0, 52.0)]},  # its node's clock was set
             "requests": {a: [point(1.0, 10.0), point(2.0, 30.0), point(3.0, None)]},

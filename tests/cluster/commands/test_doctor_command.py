@@ -86,7 +86,7 @@ def test_json_is_the_routers_own(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_fleet_without_pairs_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
     with answering(report()) as url:
         assert main(["doctor", "--url", url]) == 0
-    assert "decode workers read prompts themselves" in capsys.readouterr().out
+    assert "decode workers compute prompts themselves" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("pairs", [(), (pair("p0", "d0"),)])
@@ -98,7 +98,7 @@ def test_a_missing_worker_is_told_and_fails_the_command(
         assert main(["doctor", "--url", url]) == 1
     out = capsys.readouterr().out
     assert f"{missing}." in out.splitlines()
-    assert "read prompts themselves" not in out
+    assert "compute prompts themselves" not in out
 
 
 @pytest.mark.parametrize(

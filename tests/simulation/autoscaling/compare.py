@@ -17,8 +17,8 @@ from ray.serve.config import AutoscalingContext
 
 from tests.simulation.autoscaling.traffic import Trace
 from twostroke.cluster.autoscaling.demand import decode_capacity
-from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
 from twostroke.cluster.autoscaling.samples import ScalingDecision
+from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, run
@@ -90,7 +90,7 @@ class Fixed:
 
 @dataclass
 class Ours:
-    """`twostroke.cluster.autoscaling.policy.decide`, asked at every look."""
+    """`twostroke.cluster.autoscaling.scaling_decision.decide`, asked at every look."""
 
     config: AutoscalingConfig
     memory: PolicyMemory = field(default_factory=PolicyMemory)

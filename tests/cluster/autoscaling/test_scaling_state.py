@@ -6,18 +6,18 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from twostroke.cluster.autoscaling import autoscaler
-from twostroke.cluster.autoscaling.autoscaler import (
+from twostroke.cluster.autoscaling import scaling_state
+from twostroke.cluster.autoscaling.samples import Reason, RouterSample, ScalingDecision, Signals
+from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory
+from twostroke.cluster.autoscaling.scaling_state import (
     STALE_S,
     ScalingOrder,
+    ScalingState,
     ScalingView,
-    State,
-    homes_of,
+    home_targets,
     is_due,
     take_sample,
 )
-from twostroke.cluster.autoscaling.policy import PolicyMemory
-from twostroke.cluster.autoscaling.samples import Reason, RouterSample, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.settings import from_plain, to_plain
 from twostroke.protocol.stats import Role
@@ -49,7 +49,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[ScalingDecision]:
     ) -> tuple[ScalingDecision, PolicyMemory]:
         return decisions[-1], memory
 
-    monkeypatch.setattr(autoscaler, "decide", decide)
+    monkeypatch.setattr(scaling_state, "decide", decide)
     return decisions
 
 
@@ -94,7 +94,7 @@ def test_workers_change_their_roles_before_any_start(
     targets: tuple[int, int], homes: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     roles: tuple[Role, Role] = ("prefill", "decode")
-    found = homes_of(dict(zip(roles, targets, strict=True)), dict(zip(roles, homes, strict=True)))
+    found = home_targets(dict(zip(roles, targets, strict=True)), dict(zip(roles, homes, strict=True)))
     assert tuple(found.values()) == expected
 
 
@@ -109,7 +109,7 @@ def test_roles_that_have_changed_are_remembered_for_as_long_as_serve_keeps_the_w
         heard.append((signals.prefill.target, signals.decode.target))
         return ScalingDecision(1, 3, Reason.GIVEN, Reason.DEMAND), memory
 
-    monkeypatch.setattr(autoscaler, "decide", decide)
+    monkeypatch.setattr(scaling_state, "decide", decide)
     state, _ = take_sample(None, seen(0.0, prefill=2, decode=2), ORDER)
     assert state.scaling is not None
     assert (state.scaling.targets, state.scaling.replicas) == ({"prefill": 1, "decode": 3}, {"prefill": 2, "decode": 2})
@@ -148,7 +148,7 @@ def test_a_role_that_does_not_exist_is_not_decided_on(decided: list[ScalingDecis
 
 def test_where_all_was_forgotten_nothing_shrinks_before_the_cooldown_is_over() -> None:
     """The real policy shrinks nothing after Serve's controller was started anew."""
-    state: State | None = None
+    state: ScalingState | None = None
     targets: list[dict[str, int]] = []
     for second in range(20):
         state, has_decided = take_sample(state, seen(float(second), prefill=2, decode=3), ORDER)
@@ -182,7 +182,7 @@ def under_load(second: float, *, wall_s: float) -> ScalingView:
 def test_a_clock_that_is_set_changes_no_decision(step_s: float) -> None:
     """The real policy ignores a clock that is set at second 30, of the head or of a router's node, under a constant
     load."""
-    states: dict[float, State | None] = {0.0: None, step_s: None}
+    states: dict[float, ScalingState | None] = {0.0: None, step_s: None}
     told: dict[float, list[dict[str, int]]] = {0.0: [], step_s: []}
     for off_s in states:
         for second in range(60):

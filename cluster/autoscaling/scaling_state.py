@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from twostroke.cluster.autoscaling.policy import PolicyMemory, decide
-from twostroke.cluster.autoscaling.samples import Counted, Reason, RouterSample, ScalingDecision, count, signals_of
+from twostroke.cluster.autoscaling.samples import Counted, Reason, RouterSample, ScalingDecision, count, scaling_signals
+from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.protocol.stats import Role
 from twostroke.router.observe.scaling import RoleScaling, Scaling
@@ -35,7 +35,7 @@ class ScalingOrder:
 
 @dataclass(frozen=True)
 class ScalingView:
-    """State of the application that Serve's controller sees at one moment."""
+    """ScalingState of the application that Serve's controller sees at one moment."""
 
     samples: Mapping[str, RouterSample]  # by router, as they told last
     routers: Collection[str]  # that run
@@ -45,8 +45,8 @@ class ScalingView:
 
 
 @dataclass(frozen=True)
-class State:
-    """State that is kept between calls."""
+class ScalingState:
+    """ScalingState that is kept between calls."""
 
     counted: Counted
     memory: PolicyMemory = field(default_factory=PolicyMemory)
@@ -59,9 +59,9 @@ def is_due(looked_s: float | None, at_s: float) -> bool:
     return looked_s is None or at_s - looked_s >= LOOK_S
 
 
-def take_sample(before: State | None, view: ScalingView, order: ScalingOrder) -> tuple[State, bool]:
+def take_sample(before: ScalingState | None, view: ScalingView, order: ScalingOrder) -> tuple[ScalingState, bool]:
     """Take a sample; return the new state, and whether it brought a decision, which is then in `scaling`."""
-    state = before or State(Counted(begun_s=view.at_s), told_s=view.at_s)
+    state = before or ScalingState(Counted(begun_s=view.at_s), told_s=view.at_s)
     counted = count(state.counted, view.samples, view.routers, view.at_s)
     state = replace(state, counted=counted)
     heard = counted.heard_since(view.at_s - STALE_S)
@@ -69,7 +69,7 @@ def take_sample(before: State | None, view: ScalingView, order: ScalingOrder) ->
     if not fresh:
         return _blind(state, view), False
     targets = _role_targets(state.scaling, view)
-    signals = signals_of(fresh, counted, targets, order.gpus_each)
+    signals = scaling_signals(fresh, counted, targets, order.gpus_each)
     decision, memory = decide(signals, state.memory, order.config)
     state = replace(state, memory=memory, told_s=view.at_s)
     if Reason.BETWEEN in (decision.prefill_reason, decision.decode_reason):
@@ -84,7 +84,7 @@ def _role_targets(last: Scaling | None, view: ScalingView) -> Mapping[Role, int]
     return view.targets
 
 
-def homes_of(targets: Mapping[Role, int], homes: Mapping[Role, int]) -> dict[Role, int]:
+def home_targets(targets: Mapping[Role, int], homes: Mapping[Role, int]) -> dict[Role, int]:
     """Return the workers of each deployment by which there are as many of each role, with the fewest starts and ends.
 
     `homes` are those there are; the others change their roles.
@@ -100,7 +100,7 @@ def homes_of(targets: Mapping[Role, int], homes: Mapping[Role, int]) -> dict[Rol
     return result
 
 
-def _blind(state: State, view: ScalingView) -> State:
+def _blind(state: ScalingState, view: ScalingView) -> ScalingState:
     """No router tells anything: everything stays as it is. Said once."""
     if state.told_s is not None and view.at_s - state.told_s >= STALE_S:
         _log.warning("autoscaling: no router has told of demand for %g s: the number of workers stays", STALE_S)
@@ -133,7 +133,7 @@ def _scaling(
         decisions[role] = dict(Counter(decisions.get(role, {})) + Counter([str(reason)]))
     homes = None
     if order.config.change_roles:
-        homes = homes_of({role: one.target for role, one in roles.items()}, view.targets)
+        homes = home_targets({role: one.target for role, one in roles.items()}, view.targets)
     return Scaling(view.now, roles, decision.demand, decisions, homes)
 
 

@@ -9,8 +9,8 @@ from msgspec.structs import replace as replace_costs
 
 from tests.cluster.autoscaling.load import COSTS, EIGHT_EACH, MINUTE_S, System
 from twostroke.cluster.autoscaling.demand import decode_capacity
-from twostroke.cluster.autoscaling.policy import HOUR_S, decide
 from twostroke.cluster.autoscaling.samples import Arrived, Reason, RoleSignals, Signals
+from twostroke.cluster.autoscaling.scaling_decision import HOUR_S, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
 from twostroke.protocol.stats import StepCosts, typical
 

@@ -14,9 +14,9 @@ from twostroke.cluster.autoscaling.demand import (
     History,
     RoleDemand,
     Window,
-    aggregated_need,
-    decode_need,
-    prefill_need,
+    aggregated_demand,
+    decode_demand,
+    prefill_demand,
 )
 from twostroke.cluster.autoscaling.samples import Reason, RoleSignals, ScalingDecision, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, RoleLimits
@@ -63,7 +63,7 @@ class RoleMemory:
 
 
 @dataclass(frozen=True)
-class Wish:
+class RoleTarget:
     """Number of workers that a role would have if it were alone, with the reason."""
 
     workers: int
@@ -71,7 +71,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RoleNeeds:
     """Demand of one role. `least` is that of a slightly larger load, so that a worker that was given back is not
     missed at once."""
 
@@ -80,38 +80,38 @@ class Needs:
     idle: bool  # nothing came in the window, and nothing is there
 
 
-def wish(
-    role: RoleSignals, needs: Needs, limits: RoleLimits, memory: RoleMemory, config: AutoscalingConfig, now_s: float
-) -> Wish:
+def role_target(
+    role: RoleSignals, needs: RoleNeeds, limits: RoleLimits, memory: RoleMemory, config: AutoscalingConfig, now_s: float
+) -> RoleTarget:
     """The number that this role alone would have now."""
     if role.target < limits.min:
-        return Wish(limits.min, Reason.BELOW_MIN)
+        return RoleTarget(limits.min, Reason.BELOW_MIN)
     if role.target > limits.max:
-        return Wish(limits.max, Reason.ABOVE_MAX)
+        return RoleTarget(limits.max, Reason.ABOVE_MAX)
     if not needs.need.known:
         return _blind(role, needs, limits)
     wanted = max(limits.min, needs.need.workers)
     if wanted > role.target:
         if role.target == limits.max:
-            return Wish(limits.max, Reason.LIMIT)
+            return RoleTarget(limits.max, Reason.LIMIT)
         backlog = needs.need.from_backlog and needs.need.now > needs.need.lately
-        return Wish(min(wanted, limits.max), Reason.BACKLOG if backlog else Reason.DEMAND)
+        return RoleTarget(min(wanted, limits.max), Reason.BACKLOG if backlog else Reason.DEMAND)
     least = max(limits.min, needs.least.workers)
     if least >= role.target:
-        return Wish(role.target, Reason.STEADY)
+        return RoleTarget(role.target, Reason.STEADY)
     if needs.idle:
-        return Wish(least, Reason.IDLE)
+        return RoleTarget(least, Reason.IDLE)
     reason = _held(role, memory, config, now_s)
-    return Wish(role.target, reason) if reason else Wish(least, Reason.SPARE)
+    return RoleTarget(role.target, reason) if reason else RoleTarget(least, Reason.SPARE)
 
 
-def _blind(role: RoleSignals, needs: Needs, limits: RoleLimits) -> Wish:
+def _blind(role: RoleSignals, needs: RoleNeeds, limits: RoleLimits) -> RoleTarget:
     """Nobody knows what steps cost: one more while more wait than there are workers, none less while anything comes."""
     if needs.idle and role.target > limits.min:
-        return Wish(limits.min, Reason.IDLE)
+        return RoleTarget(limits.min, Reason.IDLE)
     if role.queued_requests > role.running and role.running == role.target < limits.max:
-        return Wish(role.target + 1, Reason.COSTS_UNKNOWN)
-    return Wish(role.target, Reason.STEADY)
+        return RoleTarget(role.target + 1, Reason.COSTS_UNKNOWN)
+    return RoleTarget(role.target, Reason.STEADY)
 
 
 def _held(role: RoleSignals, memory: RoleMemory, config: AutoscalingConfig, now_s: float) -> Reason | None:
@@ -155,28 +155,28 @@ def share(prefill: Claim, decode: Claim, budget: float | None) -> tuple[int, int
     Requests pass both roles one after the other, so what is served in time is the lesser of has / needs of the two:
     each GPU goes where that is least. The minima are kept, whatever they cost.
     """
-    if budget is None or _cost(prefill, decode, prefill.wants, decode.wants) <= budget + 1e-9:
+    if budget is None or _gpus(prefill, decode, prefill.wants, decode.wants) <= budget + 1e-9:
         return prefill.wants, decode.wants
-    best = _filled(prefill, decode, budget)
-    now = (_within(prefill, prefill.has), _within(decode, decode.has))
-    if _cost(prefill, decode, *now) > budget + 1e-9:
+    best = _filled_up(prefill, decode, budget)
+    now = (_clamped(prefill, prefill.has), _clamped(decode, decode.has))
+    if _gpus(prefill, decode, *now) > budget + 1e-9:
         return best
     gives = best[0] < now[0] or best[1] < now[1]
-    if gives and _served(prefill, decode, best) < WORTH_MOVING * _served(prefill, decode, now):
+    if gives and _served_share(prefill, decode, best) < WORTH_MOVING * _served_share(prefill, decode, now):
         return now
     return best
 
 
-def _filled(prefill: Claim, decode: Claim, budget: float) -> tuple[int, int]:
+def _filled_up(prefill: Claim, decode: Claim, budget: float) -> tuple[int, int]:
     """Share the budget from the minima up, one worker at a time for the role that is served worse."""
     p, d = prefill.limits.min, decode.limits.min
-    if p == 0 and prefill.needs > 0 and _cost(prefill, decode, 1, d) <= budget + 1e-9:
+    if p == 0 and prefill.needs > 0 and _gpus(prefill, decode, 1, d) <= budget + 1e-9:
         p = 1  # none at all would be served worst
     while True:
         may_p = p < min(prefill.limits.max, max(prefill.needs, p)) and (
-            _cost(prefill, decode, p + 1, d) <= budget + 1e-9
+            _gpus(prefill, decode, p + 1, d) <= budget + 1e-9
         )
-        may_d = d < min(decode.limits.max, max(decode.needs, d)) and (_cost(prefill, decode, p, d + 1) <= budget + 1e-9)
+        may_d = d < min(decode.limits.max, max(decode.needs, d)) and (_gpus(prefill, decode, p, d + 1) <= budget + 1e-9)
         if not may_p and not may_d:
             return p, d
         if may_p and (not may_d or p * decode.needs <= d * prefill.needs):
@@ -185,15 +185,15 @@ def _filled(prefill: Claim, decode: Claim, budget: float) -> tuple[int, int]:
             d += 1
 
 
-def _served(prefill: Claim, decode: Claim, workers: tuple[int, int]) -> float:
+def _served_share(prefill: Claim, decode: Claim, workers: tuple[int, int]) -> float:
     return min(workers[0] / max(1, prefill.needs), workers[1] / max(1, decode.needs), 1.0)
 
 
-def _within(claim: Claim, workers: int) -> int:
+def _clamped(claim: Claim, workers: int) -> int:
     return min(max(workers, claim.limits.min), claim.limits.max)
 
 
-def _cost(prefill: Claim, decode: Claim, p: int, d: int) -> float:
+def _gpus(prefill: Claim, decode: Claim, p: int, d: int) -> float:
     if prefill.gpus_each <= 0 and decode.gpus_each <= 0:
         return float(p + d)
     return p * prefill.gpus_each + d * decode.gpus_each
@@ -256,9 +256,9 @@ def _decision(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig)
     more = replace(signals, prefill=signals.prefill.times(MARGIN), decode=signals.decode.times(MARGIN))
     needs = _joint_needs(signals, window, memory, config)
     least = _joint_needs(more, window.times(MARGIN), memory, config)
-    prefill, decode = (Needs(*both, idle) for both in zip(needs, least, strict=True))
-    p = wish(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
-    d = wish(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
+    prefill, decode = (RoleNeeds(*both, idle) for both in zip(needs, least, strict=True))
+    p = role_target(signals.prefill, prefill, config.prefill, memory.prefill, config, signals.at_s)
+    d = role_target(signals.decode, decode, config.decode, memory.decode, config, signals.at_s)
     if config.change_roles:
         p, d = _with_role_changes(signals, p, d, prefill, decode, config)
     claims = (
@@ -272,24 +272,24 @@ def _decision(signals: Signals, memory: PolicyMemory, config: AutoscalingConfig)
 
 
 def _with_role_changes(
-    signals: Signals, p: Wish, d: Wish, prefill: Needs, decode: Needs, config: AutoscalingConfig
-) -> tuple[Wish, Wish]:
+    signals: Signals, p: RoleTarget, d: RoleTarget, prefill: RoleNeeds, decode: RoleNeeds, config: AutoscalingConfig
+) -> tuple[RoleTarget, RoleTarget]:
     """Have a role give the other one what that lacks and it can spare itself, however lately it has changed.
 
     Nothing is lost by it, as the worker can change back at once: so it waits for no cooldown.
     """
-    if count := _to_change(signals.prefill, p, prefill, config.prefill, signals.decode, d):
-        return Wish(signals.prefill.target - count, Reason.GIVEN), d
-    if count := _to_change(signals.decode, d, decode, config.decode, signals.prefill, p):
-        return p, Wish(signals.decode.target - count, Reason.GIVEN)
+    if count := _workers_to_change(signals.prefill, p, prefill, config.prefill, signals.decode, d):
+        return RoleTarget(signals.prefill.target - count, Reason.GIVEN), d
+    if count := _workers_to_change(signals.decode, d, decode, config.decode, signals.prefill, p):
+        return p, RoleTarget(signals.decode.target - count, Reason.GIVEN)
     return p, d
 
 
-def _to_change(
-    giver: RoleSignals, wished: Wish, needs: Needs, limits: RoleLimits, taker: RoleSignals, taken: Wish
+def _workers_to_change(
+    giver: RoleSignals, own: RoleTarget, needs: RoleNeeds, limits: RoleLimits, taker: RoleSignals, taken: RoleTarget
 ) -> int:
     """Return how many of the giver's workers are to change their role, beyond those that it gives back anyway."""
-    if not needs.need.known or wished.workers < giver.target:
+    if not needs.need.known or own.workers < giver.target:
         return 0
     least = max(limits.min, needs.least.workers)
     return max(0, min(taken.workers - taker.target, giver.target - least))
@@ -300,12 +300,12 @@ def _joint_needs(
 ) -> tuple[RoleDemand, RoleDemand]:
     """Decode workers see arrivals as prefill workers let them through, so prefill is planned first."""
     if config.prefill.max == 0:
-        return NONE, aggregated_need(signals, window, config, memory.decode.startup_s)
-    prefill = prefill_need(signals, window, config, memory.prefill.startup_s)
+        return NONE, aggregated_demand(signals, window, config, memory.decode.startup_s)
+    prefill = prefill_demand(signals, window, config, memory.prefill.startup_s)
     workers = max(signals.prefill.target, min(prefill.workers, config.prefill.max))
-    decode = decode_need(signals, window, config, memory.decode.startup_s, workers)
+    decode = decode_demand(signals, window, config, memory.decode.startup_s, workers)
     if config.prefill.min == 0 and prefill.known and prefill.load <= config.spare * max(1, decode.workers):
-        prefill = replace(prefill, now=0, lately=0)  # so little that decode workers read it in the time to spare
+        prefill = replace(prefill, now=0, lately=0)  # so little that decode workers compute it in the time to spare
     return prefill, decode
 
 
@@ -319,22 +319,24 @@ def _idle(signals: Signals, history: History, config: AutoscalingConfig) -> bool
     )
 
 
-def _needed(need: RoleDemand, wished: Wish) -> int:
-    """Return the demand by which a role shares in the budget: its need, or its wish where the need is unknown."""
-    return need.workers if need.known else wished.workers
+def _needed(need: RoleDemand, own: RoleTarget) -> int:
+    """Return the demand by which a role shares in the budget: its need, or its own target where the need is unknown."""
+    return need.workers if need.known else own.workers
 
 
-def _reason(wished: Wish, has: int, gets: int, other_gave: bool) -> Reason:
-    if gets == wished.workers:
-        return Reason.TAKEN if other_gave and gets > has else wished.reason
+def _reason(own: RoleTarget, has: int, gets: int, other_gave: bool) -> Reason:
+    if gets == own.workers:
+        return Reason.TAKEN if other_gave and gets > has else own.reason
     if gets < has:
-        return Reason.GIVEN if has <= wished.workers or wished.reason is not Reason.ABOVE_MAX else Reason.ABOVE_MAX
+        return Reason.GIVEN if has <= own.workers or own.reason is not Reason.ABOVE_MAX else Reason.ABOVE_MAX
     if gets > has:
-        return Reason.TAKEN if other_gave else wished.reason
+        return Reason.TAKEN if other_gave else own.reason
     return Reason.BUDGET
 
 
-def _numbers(signals: Signals, window: Window, memory: PolicyMemory, prefill: Needs, decode: Needs) -> dict[str, float]:
+def _numbers(
+    signals: Signals, window: Window, memory: PolicyMemory, prefill: RoleNeeds, decode: RoleNeeds
+) -> dict[str, float]:
     count = window.count_of_last(SETTLE_S)
     span_s = float(window.span_s[-count:].sum()) or math.inf
     prompts_at = signals.prefill if signals.prefill.running else signals.decode
