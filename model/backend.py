@@ -50,7 +50,7 @@ class Linear(Protocol):
 class HeadNorms:
     """RMSNorms of each head's queries and of its keys."""
 
-    q: Tensor  # fp32 [D], in the order of `rope.head_order`
+    q: Tensor  # fp32 [D], in the order of `parameters.head_order`
     k: Tensor  # fp32 [D]
     eps: float
     v: Tensor | None = None  # fp32 [D]: of its values, too
@@ -64,7 +64,7 @@ class RowNorms:
     as often as any other.
     """
 
-    q: Tensor  # fp32 [H D], in the order of `rope.head_order`
+    q: Tensor  # fp32 [H D], in the order of `parameters.head_order`
     k: Tensor  # fp32 [G D]
     ranks: int
     eps: float

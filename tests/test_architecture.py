@@ -101,6 +101,7 @@ INNER_ORDER = {
         {"architectures"},
         {"cache"},
         {"costs"},
+        {"parameters"},
         {"parallel"},
         {"reference"},
         {"backend"},

@@ -32,10 +32,10 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.config import Quantization
 from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
-from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.machine_limits import LimitsMeter
+from twostroke.model.parameters import expected_shapes
 from twostroke.model.served import Way
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
@@ -58,7 +58,7 @@ def write_random_model(folder: Path, name: str = "160m", *, max_position: int = 
     (folder / "config.json").write_text(json.dumps({**MODELS[name], "max_position_embeddings": max_position}))
     values = (torch.randn(_DISTINCT, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
     tensors: dict[str, torch.Tensor] = {}
-    for tensor, shape in expected_shapes(load_model_config(folder)):
+    for tensor, shape in expected_shapes(load_model_config(folder)).items():
         count = math.prod(shape)
         tensors[tensor] = values.repeat(-(-count // _DISTINCT))[:count].view(shape)
     save_file(tensors, folder / SINGLE_FILE)

@@ -14,7 +14,7 @@ from twostroke.benchmarks.console import conclude, positive, say, write_json
 from twostroke.loadtests.commands.arguments import above_zero
 from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.config import ModelConfig, ModelShape
-from twostroke.model.costs.operations import input_sizes
+from twostroke.model.costs.operations import product_weights
 from twostroke.model.engine_config import resolve_dtype
 from twostroke.model.machine_limits import CPU, ROUNDS, LimitsMeter, measure_rounds, row_of
 
@@ -25,9 +25,9 @@ NUMBERS_HERE = resolve_dtype("auto", torch.bfloat16, CPU)
 def prefill_machine(config: ModelShape, tokens: int) -> LimitsMeter:
     """Its GEMM rate is that of a layer's own projections over `tokens` rows, in the numbers of NUMBERS_HERE."""
     hidden = config.hidden_size
-    queries, kv, of_pair = input_sizes(config)
-    mixed = of_pair // 2 if config.latent is None else config.num_heads * config.latent.value
-    shapes = [(tokens, hidden, (queries + kv) // hidden), (tokens, mixed, hidden)]
+    weights = product_weights(config)[0][0]
+    mixed = config.query_width(0) if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (weights["queries"] + weights["keys and values"]) // hidden), (tokens, mixed, hidden)]
     experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
     size, copies, rows = config.intermediate_size, 1, tokens
     if experts is not None:  # each with its share of the tokens' choices

@@ -22,12 +22,12 @@ from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.costs.operations import MachineLimits, decode_work, prefill_work
-from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import CudaGraphSteps
 from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.parallel.tensor_parallel import SingleRank
+from twostroke.model.parameters import expected_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
@@ -39,7 +39,7 @@ class RandomCheckpoint(Checkpoint):
     """Checkpoint without a file: bf16 values made on the device, small enough that nothing overflows."""
 
     def __init__(self, config: ModelConfig, device: torch.device):
-        self.shapes = dict(expected_shapes(config))
+        self.shapes = expected_shapes(config)
         self._device = device
         self._stored = {}
 

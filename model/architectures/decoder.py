@@ -94,21 +94,28 @@ Mixer = Linear | LatentWeights | StateMixer[Any]
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """One decoder layer; q, k, v are fused by rows. Norms are fp32."""
+class LayerNorms:
+    """Norms around the parts of a layer (config.py's LayerSpec), fp32 [hidden] each; None: none."""
 
-    input_norm: Tensor | None  # [hidden]; None: none
+    input: Tensor | None = None
+    mlp: Tensor | None = None
+    attention: Tensor | None = None
+    output: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer; q, k, v are fused by rows."""
+
+    norms: LayerNorms
     qkv: Mixer  # hidden -> (H + 2 G) D of this rank
     output: Linear  # H D -> hidden: this rank's summand
-    mlp_norm: Tensor | None  # [hidden]
     mlp: MlpWeights | None  # None: experts alone, or nothing follows
     routed: RoutedWeights | None
     cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
     head_norms: HeadNorms | None
     row_norms: RowNorms | None
     attention: AttentionForm
-    attention_norm: Tensor | None  # [hidden]
-    output_norm: Tensor | None  # [hidden]
     output_gate: Linear | None = None  # hidden -> H D, whose sigmoid the attention's result is multiplied by
     query_scales: Tensor | None = None  # fp32 [max_context], shared likewise
     kv_heads: KVHeads | None = None  # this rank's; None: as in the cache's shape
@@ -350,7 +357,7 @@ class Decoder:
         `embedded`: the result of `_embed_for_layers`.
         """
         backend, layers = self._backend, run.layers
-        first_norm = layers[0].input_norm
+        first_norm = layers[0].norms.input
         x = residual if first_norm is None else backend.rms_norm(residual, first_norm, self._config.rms_norm_eps)
         chosen: Tensor | None = None  # the tokens that latents' queries attend to; None: all
         for index, layer in enumerate(layers):
@@ -390,16 +397,16 @@ class Decoder:
                 x = backend.attention(q, kv_layer, layout, layer.attention)
             if gate is not None:
                 x = backend.gate_rows(x, gate)
-            following = final_norm if index == len(layers) - 1 else layers[index + 1].input_norm
+            following = final_norm if index == len(layers) - 1 else layers[index + 1].norms.input
             if layer.mlp is None and layer.routed is None:
-                x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, following)
+                x, residual = self._sum_and_norm(layer.output(x), residual, layer.norms.attention, following)
                 continue
-            x, residual = self._sum_and_norm(layer.output(x), residual, layer.attention_norm, layer.mlp_norm)
+            x, residual = self._sum_and_norm(layer.output(x), residual, layer.norms.attention, layer.norms.mlp)
             x, is_whole = self._feed_forward(x, residual, layer)
             if layer.embedding_gate is None and layer.output_scale == 1:
-                x, residual = self._sum_and_norm(x, residual, layer.output_norm, following, is_whole)
+                x, residual = self._sum_and_norm(x, residual, layer.norms.output, following, is_whole)
                 continue
-            _, residual = self._sum_and_norm(x, residual, layer.output_norm, None, is_whole)
+            _, residual = self._sum_and_norm(x, residual, layer.norms.output, None, is_whole)
             if layer.embedding_gate is not None and embedded is not None:
                 residual = self._add_embedding(residual, embedded, index, layer.embedding_gate)
             x = residual = backend.scale(residual, layer.output_scale)

@@ -1,7 +1,8 @@
 """The table of rotary position embeddings (Su et al. 2021), with the scalings that checkpoints may ask for.
 
 Kernels turn dimension i of a head with dimension i + D / 2, all of them. Where a family turns other pairs, or only some
-dimensions, the rows of its query and key projections are put into an order in which its pairs lie so (`head_order`),
+dimensions, the rows of its query and key projections are put into an order in which its pairs lie so (`head_order` of
+parameters.py),
 which changes no product of a query and a key; what is not turned has an angle of 0.
 """
 
@@ -31,19 +32,6 @@ def query_scale_table(scale: QueryScale | None, num_positions: int) -> Tensor | 
         return None
     positions = torch.arange(num_positions, dtype=torch.float32)
     return torch.log1p(torch.floor((positions + scale.shift) / scale.tokens)) * scale.factor + 1.0
-
-
-def head_order(rope: RopeConfig, head_dim: int) -> list[int] | None:
-    """Return the checkpoint's dimension for each place of a head of queries or keys; None: all stay."""
-    rotated = rope.rotated or head_dim
-    if rope.type == "proportional" or (rotated == head_dim and not rope.interleaves):
-        return None
-    turned = list(range(rotated))
-    firsts, seconds = (
-        (turned[::2], turned[1::2]) if rope.interleaves else (turned[: rotated // 2], turned[rotated // 2 :])
-    )
-    still = list(range(rotated, head_dim))
-    return [*firsts, *still[: len(still) // 2], *seconds, *still[len(still) // 2 :]]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -32,7 +32,8 @@ from twostroke.model.checkpoint.tensor_file import (
     text_names,
 )
 from twostroke.model.config import ModelConfig, Projection
-from twostroke.model.costs.sizes import expected_shapes, num_parameters, of_expert
+from twostroke.model.costs.sizes import num_parameters
+from twostroke.model.parameters import expected_shapes, expert_name
 from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 
@@ -102,7 +103,7 @@ class Checkpoint:
         self._stored: dict[str, StoredWeight] = {}
         self.config = self._config = config = self._with_ends(config)
         """Return the config, with a head of its own where the files have one."""
-        self.shapes = dict(expected_shapes(config))
+        self.shapes = expected_shapes(config)
         self._kv_scales = self._find_kv_scales()
         self._check()
 
@@ -259,7 +260,7 @@ class Checkpoint:
                 continue
             file, path = self._files.pop(there), self._paths.pop(there)
             for expert, (place, part) in product(range(count if is_number else shape[0]), enumerate(parts)):
-                name = f"{prefix}{of_expert(part, expert).name}{ending}"
+                name = f"{prefix}{expert_name(part.name, expert)}{ending}"
                 self._files[name] = (
                     ExpertNumber(file, there, expert, count)
                     if is_number

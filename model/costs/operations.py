@@ -7,12 +7,16 @@ products is taken to be in one of their kernels, so that norms alone stand for t
 """
 
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from twostroke.model.config import ModelConfig, ModelShape, Quantization
-from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_expert, of_lm_head
+from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.model.parameters import Product, decoder_modules, expert_name
 from twostroke.model.shapes.state_sizes import StateSizes
 from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.kv_layout import mean_seen
@@ -86,8 +90,8 @@ def stored_form(shape: ModelShape, of_attention: bool = False) -> WeightForm | N
     if not isinstance(shape, ModelConfig) or shape.stored is None:
         return None
     layer, (first, second) = shape.spec.layer, shape.prefixes(shape.num_layers // 2)
-    down = layer.down if layer.experts is None else of_expert(layer.experts.down, 0)
-    module = f"{first}{layer.output.name}" if of_attention else f"{second or first}{down.name}"
+    down = layer.down.name if layer.experts is None else expert_name(layer.experts.down.name, 0)
+    module = f"{first}{layer.output.name}" if of_attention else f"{second or first}{down}"
     return (shape.stored.of_module(shape.spec.names_in_files(module)) or shape.stored).form
 
 
@@ -136,7 +140,7 @@ def prefill_operations(
         if not shape.keeps_state(layer):
             most = shape.attended(layer)
             pairs = _causal_pairs(end, most) - _causal_pairs(before, most)
-            flops += 2.0 * input_sizes(shape, layer)[2] * (pairs if layer <= last else drawing * mean_seen(most, end))
+            flops += 2.0 * pair_products(shape, layer) * (pairs if layer <= last else drawing * mean_seen(most, end))
     found = _operations(shape, formats, tokens, rows, flops, _numbers_read(shape, before, shape.window), 1, drawing)
     scored = _causal_pairs(end, 0) - _causal_pairs(before, 0)
     return found + _index_operations(shape, formats, end, scored, before)
@@ -217,7 +221,7 @@ def _operations(
 ) -> list[Operation]:
     """Return the operations of a step. `rows` are those of each layer behind its keys and values, `kv_numbers` are what
     all layers read of their caches, and `sequences` are those whose states are read and written."""
-    _, head = matrix_sizes(shape)
+    by_layer, ends = product_weights(shape)
     hidden, states = shape.hidden_size, [layer for layer in range(shape.num_layers) if shape.keeps_state(layer)]
     layers = shape.num_layers - len(states)
     state_rows = sum(rows[layer] for layer in states)
@@ -228,13 +232,13 @@ def _operations(
     for layer in range(shape.num_layers):
         if shape.keeps_state(layer):
             continue
-        queries, kv, _ = input_sizes(shape, layer)
-        output = matrix_sizes(shape, layer)[0] - queries - kv
+        kv, output = by_layer[layer]["keys and values"], by_layer[layer]["attention output"]
+        made_by = by_layer[layer]["queries"] + kv
         # The keys are needed of all rows of the last layer that has any, and its queries with them: one product.
         taken, width = tokens if layer <= last else rows[layer], shape.query_width(layer)
         made = width + (shape.kv_kinds * shape.heads(layer).width if kv else 0)
-        inputs, outputs = inputs + queries + kv, outputs + output
-        input_flops += 2.0 * taken * (queries + kv)
+        inputs, outputs = inputs + made_by, outputs + output
+        input_flops += 2.0 * taken * made_by
         output_flops += 2.0 * rows[layer] * output
         input_numbers += taken * (hidden + made)
         mixed_numbers += taken * (made + width)
@@ -261,13 +265,15 @@ def _operations(
             activation_bytes=formats.itemsize * (row_sum - state_rows) * 2 * hidden,
         ),
     ]
-    if shape.state is not None:
-        found += _state_operations(shape, shape.state, formats, tokens, len(states), state_rows, sequences)
+    if shape.state is not None and states:
+        one = by_layer[states[0]]
+        found += _state_operations(shape, shape.state, one, formats, tokens, len(states), state_rows, sequences)
     mlp_flops = mlp_bytes = mlp_numbers = 0.0
-    for layer, count in enumerate(rows):
-        mlp_flops += 2.0 * count * mlp_size(shape, layer, 1)
-        mlp_bytes += each * mlp_size(shape, layer, tokens)
-        mlp_numbers += count * mlp_size(shape, layer, 1) / hidden  # numbers that its products read and write, about
+    for weights, count in zip(by_layer, rows, strict=True):
+        used = mlp_weights(shape, weights, 1)
+        mlp_flops += 2.0 * count * used
+        mlp_bytes += each * mlp_weights(shape, weights, tokens)
+        mlp_numbers += count * used / hidden  # numbers that its products read and write, about
     found.append(
         Operation(
             "experts" if shape.num_experts else "MLP",
@@ -277,13 +283,15 @@ def _operations(
             activation_bytes=formats.itemsize * (2 * hidden * row_sum + mlp_numbers),
         )
     )
-    if isinstance(shape, ModelConfig) and (embedding := shape.spec.layer_embedding) is not None:
-        of_layer = hidden * embedding.size
-        embedded, weights = of_layer * (tokens * shape.num_layers + 2 * row_sum), 3 * shape.num_layers * of_layer
-        found.append(Operation("layer embeddings", "product", 2.0 * embedded, weight_bytes=formats.itemsize * weights))
+    if of_all := ends["layer embeddings"]:
+        of_layers = [weights["layer embeddings"] for weights in by_layer]
+        embedded = tokens * of_all + sum(map(operator.mul, rows, of_layers))
+        held = formats.itemsize * (of_all + sum(of_layers))
+        found.append(Operation("layer embeddings", "product", 2.0 * embedded, weight_bytes=held))
     norms = (2 * layers + 1) * tokens * hidden
     found.append(Operation("norms", "norm", NORM_FLOPS * norms, activation_bytes=4 * formats.itemsize * norms))
     if logit_rows:
+        head = ends["LM head"]
         found.append(
             Operation(
                 "LM head",
@@ -299,18 +307,20 @@ def _operations(
 def _state_operations(
     shape: ModelShape,
     state: StateSizes,
+    weights: Counter[Product],
     formats: NumberFormats,
     tokens: int,
     layers: int,
     rows: int,
     sequences: int,
 ) -> list[Operation]:
-    """Return the operations of layers that keep a state, `rows` of which go through their outputs' projections.
+    """Return the operations of layers that keep a state, each with these `weights`; `rows` rows of all of them together
+    go through their outputs' projections.
 
     Of a delta net a token multiplies each number for the key's value, for the update, and for the query's (Yang et al.
     2024, eq. 10), of Mamba-2 for the last two. Each sequence's states are read once and written once.
     """
-    inputs, output = shape.hidden_size * state.input_width, shape.hidden_size * state.output_width
+    inputs, output = weights["state inputs"], weights["state outputs"]
     matrices, around = math.prod(state.matrix), formats.attention_weight(shape)
     width = state.conv_width + 2 * state.output_width
     return [
@@ -347,42 +357,40 @@ def _causal_pairs(tokens: int, window: int) -> float:
     return (tokens * tokens - beyond * beyond) / 2
 
 
-def matrix_sizes(shape: ModelShape, layer: int = 0) -> tuple[int, int]:
-    """Weights of a layer's attention, and of the LM head."""
-    queries, kv, _ = input_sizes(shape, layer)
-    if (sizes := shape.latent) is None:
-        attention = queries + kv + shape.hidden_size * shape.query_width(layer)
-    else:
-        made, mixed = sizes.key + sizes.value, shape.hidden_size * sizes.value
-        attention = queries + kv + shape.num_heads * (made * sizes.rank + mixed)
-    return attention, shape.hidden_size * shape.vocab_size
-
-
-def input_sizes(shape: ModelShape, layer: int = 0) -> tuple[int, int, int]:
-    """Weights of a layer's queries, and of what it caches; and what a prompt's pair of tokens multiplies."""
-    hidden, heads, sizes = shape.hidden_size, shape.num_heads, shape.latent
-    if sizes is None:
-        gates = isinstance(shape, ModelConfig) and shape.spec.layer.gates_output
-        width = shape.query_width(layer)
-        kv = 2 * hidden * shape.heads(layer).width if shape.kv_owner(layer) == layer else 0
-        return hidden * width * (2 if gates else 1), kv, 2 * width
-    down = hidden * sizes.query_rank
-    queries = down + (sizes.query_rank or hidden) * heads * sizes.query
-    if (index := sizes.index) is not None:
-        queries += index.heads * (sizes.query_rank * index.key + hidden)
-    return queries, hidden * shape.kv_size, heads * (sizes.query + sizes.value)
-
-
-def mlp_size(shape: ModelShape, layer: int, tokens: float) -> float:
-    """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
+@lru_cache(maxsize=64)
+def product_weights(shape: ModelShape) -> tuple[tuple[Counter[Product], ...], Counter[Product]]:
+    """Return the number of weights of each product: by layer, and of the ends. Of experts it is one expert's."""
+    ends = Counter[Product]({"LM head": shape.hidden_size * shape.vocab_size})
     if not isinstance(shape, ModelConfig):
-        return 3 * shape.hidden_size * shape.intermediate_size
-    experts, mlp, matrices = shape.experts_of(layer), shape.mlp_of(layer), 2 if shape.spec.layer.gate is None else 3
-    features: float = 0 if mlp is None else mlp.size
-    if experts is None:
-        return shape.hidden_size * matrices * features
-    features += experts.size * experts.routing.expected_hit(tokens)
-    return shape.hidden_size * (matrices * features + experts.routing.num_experts)
+        hidden, layers = shape.hidden_size, []
+        for layer in range(shape.num_layers):
+            queries, width = hidden * shape.query_width(layer), shape.heads(layer).width
+            kv = 2 * hidden * width if shape.kv_owner(layer) == layer else 0
+            mlp = 3 * hidden * shape.intermediate_size
+            layers.append(
+                Counter[Product]({"queries": queries, "keys and values": kv, "attention output": queries, "MLP": mlp})
+            )
+        return tuple(layers), ends
+    found = [Counter[Product]() for _ in range(shape.num_layers)]
+    for place, module in decoder_modules(shape):
+        for part in module.parts:
+            if part.product is not None and part.product != "LM head":
+                (ends if place is None else found[place])[part.product] += part.weights
+    return tuple(found), ends
+
+
+def pair_products(shape: ModelShape, layer: int) -> int:
+    """Return what a prompt's pair of tokens multiplies in a layer: numbers of a query and key, and of a value."""
+    if shape.latent is None:
+        return 2 * shape.query_width(layer)
+    return shape.num_heads * (shape.latent.query + shape.latent.value)
+
+
+def mlp_weights(shape: ModelShape, layer: Counter[Product], tokens: float) -> float:
+    """Return the weights of a layer's MLP that `tokens` tokens use; of experts, as many as they are expected to hit."""
+    experts = shape.spec.layer.experts if isinstance(shape, ModelConfig) else None
+    hit = 0.0 if experts is None else experts.routing.expected_hit(tokens)
+    return layer["MLP"] + layer["experts"] * hit
 
 
 _BEYOND_WINDOWS = 1 << 20

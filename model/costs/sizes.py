@@ -1,22 +1,15 @@
-"""Tensors of a decoder, and the memory that it takes: arithmetic over its config alone. No torch here.
+"""The memory that a decoder takes: arithmetic over its parameters and its config alone. No torch here.
 
 Bytes are of weights, of KV and of the largest step, on each of the ranks that share the model.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from twostroke.model.config import (
-    DeltaSpec,
-    ExpertsSpec,
-    ModelConfig,
-    ModelShape,
-    Projection,
-    Quantization,
-)
-from twostroke.model.costs.state_shapes import shapes_of, state_shapes
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
+from twostroke.model.parameters import Module, decoder_modules, expected_shapes, tensor_shapes
 from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
@@ -28,168 +21,19 @@ INT4_GROUP = 64  # columns that share a scale
 
 def num_parameters(config: ModelConfig) -> int:
     """Return the number of all parameters; tied ones count once."""
-    return sum(math.prod(shape) for _, shape in expected_shapes(config))
+    return sum(map(math.prod, expected_shapes(config).values()))
 
 
 def num_active_parameters(config: ModelConfig) -> int:
     """Return the number of parameters that one token is computed with; of embeddings for each layer not the table."""
-    experts, parameters = config.spec.layer.experts, num_parameters(config)
-    if (embedding := config.spec.layer_embedding) is not None:
-        parameters -= config.vocab_size * config.num_layers * embedding.size
-    if experts is None:
-        return parameters
-    idle = experts.routing.num_experts - experts.routing.top_k
-    each = (2 if experts.gate is None else 3) * experts.size * config.hidden_size
-    if experts.gate is not None and experts.gate.has_bias:
-        each += 2 * experts.size + config.hidden_size
-    return parameters - config.num_routed_layers * idle * each
-
-
-def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that a checkpoint of this config holds."""
-    spec, hidden = config.spec, config.hidden_size
-    yield f"{spec.embedding}.weight", (config.vocab_size, hidden)
-    if not config.tie_word_embeddings:
-        yield f"{spec.lm_head}.weight", (config.vocab_size, hidden)
-    yield f"{spec.final_norm}.weight", (hidden,)
-    if (embedding := spec.layer_embedding) is not None:
-        width = config.num_layers * embedding.size
-        yield f"{embedding.table}.weight", (config.vocab_size, width)
-        yield f"{embedding.projection.name}.weight", (width, hidden)
-        yield f"{embedding.projection_norm}.weight", (embedding.size,)
-    if config.has_mtp and spec.mtp is not None:
-        head, _ = config.prefixes(config.num_layers - 1)
-        for name in (spec.mtp.embedding_norm, spec.mtp.hidden_norm, spec.mtp.final_norm):
-            yield f"{head}{name}.weight", (hidden,)
-        yield f"{head}{spec.mtp.projection}.weight", (hidden, 2 * hidden)
-    for index in range(config.num_layers):
-        prefix, mlp_prefix = config.prefixes(index)
-        layer, shapes = spec.layer, dict[str, tuple[int, ...]]()
-        if (mlp := config.mlp_of(index)) is not None:
-            parts = ((mlp.gate, mlp.size, hidden), (mlp.up, mlp.size, hidden), (mlp.down, hidden, mlp.size))
-            shapes |= shapes_of(parts)
-        if (experts := config.experts_of(index)) is not None:
-            shapes |= _shapes_of_experts(experts, hidden)
-        around = ((prefix, layer.input_norm), (mlp_prefix, layer.mlp_norm))
-        behind = ((prefix, layer.attention_norm), (mlp_prefix, layer.output_norm))
-        for before, norm in (*around, *behind):
-            if before is not None and norm is not None:
-                yield f"{before}{norm}.weight", (hidden,)
-        shapes_by_prefix = (prefix, _mixer_shapes(config, index)), (mlp_prefix, shapes)
-        for before, of_part in (*shapes_by_prefix, (prefix, _layer_embedding_shapes(config))):
-            for name, shape in of_part.items():
-                yield f"{before}{name}", shape
-
-
-def _mixer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's attention, or of what keeps a state, by names within the layer."""
-    layer = config.spec.layer
-    if config.keeps_state(index):
-        return state_shapes(config)
-    owns_kv = config.kv_owner(index) == index
-    norms = (
-        *((norm, config.heads(index).dim) for norm in (layer.q_norm, layer.k_norm if owns_kv else None)),
-        (layer.q_row_norm, config.q_size),
-        (layer.k_row_norm, config.kv_size),
-        *_latent_norms(config),
-    )
-    shapes: dict[str, tuple[int, ...]] = {f"{norm}.weight": (width,) for norm, width in norms if norm is not None}
-    if layer.sinks is not None:
-        shapes[layer.sinks] = (config.num_heads,)
-    if layer.output_scale is not None:
-        shapes[layer.output_scale] = (1,)
-    return shapes | shapes_of(_attention_projections(config, index)) | _index_shapes(config, index)
-
-
-def _layer_embedding_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what a layer makes of its tokens' embeddings for it."""
-    parts, hidden = config.spec.layer_embedding, config.hidden_size
-    if parts is None:
-        return {}
-    shapes = shapes_of([(parts.gate, parts.size, hidden), (parts.output, hidden, parts.size)])
-    return shapes | {f"{parts.norm}.weight": (hidden,)}
-
-
-def _shapes_of_experts(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of experts and of the router."""
-    count = spec.routing.num_experts
-    shapes = shapes_of([(spec.router, count, hidden)])
-    if spec.correction is not None:
-        shapes[spec.correction] = (count,)
-    if spec.shared_gate is not None:
-        shapes |= shapes_of([(spec.shared_gate, 1, hidden)])
-    if spec.scales is not None:
-        shapes[spec.scales] = (count,)
-    if (norms := spec.norms) is not None:
-        shapes |= {norms.router: (hidden,)} | {
-            f"{name}.weight": (hidden,) for name in (norms.input, norms.output, norms.beside)
-        }
-    return shapes | shapes_of_each_expert(spec, hidden)
-
-
-def shapes_of_each_expert(spec: ExpertsSpec, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all of a layer's experts, by names within a layer."""
-    count, size = spec.routing.num_experts, spec.size
-    shapes: dict[str, tuple[int, ...]] = {}
-    if spec.are_stacked and spec.gate is not None:
-        for part, columns, rows in ((spec.gate, hidden, 2 * size), (spec.down, size, hidden)):
-            shapes[part.name] = (count, rows, columns) if spec.stacks_rows else (count, columns, rows)
-            if part.has_bias:
-                shapes[f"{part.name}_bias"] = count, rows
-        return shapes
-    parts = ((spec.gate, size, hidden), (spec.up, size, hidden), (spec.down, hidden, size))
-    for expert in range(count):
-        of_one = [(of_expert(part, expert), rows, columns) for part, rows, columns in parts if part is not None]
-        shapes |= shapes_of(of_one)
-    return shapes
-
-
-def of_expert(part: Projection, expert: int) -> Projection:
-    """Return the projection of one expert, from the experts' common name."""
-    return replace(part, name=part.name.replace("*", str(expert)))
-
-
-def _attention_projections(config: ModelConfig, index: int) -> tuple[tuple[Projection, int, int], ...]:
-    """Return the projections of a layer's attention, with rows and columns."""
-    layer, sizes, hidden = config.spec.layer, config.latent, config.hidden_size
-    if sizes is None or layer.latent is None:
-        queries, width = config.query_width(index), config.heads(index).width
-        kept = (layer.k, config.value_projection(index)) if config.kv_owner(index) == index else ()
-        return (
-            (layer.q, queries * (2 if layer.gates_output else 1), hidden),
-            *((part, width, hidden) for part in kept),
-            (layer.output, hidden, queries),
-        )
-    heads, down = config.num_heads, layer.latent.query_down
-    return (
-        (layer.latent.down, sizes.rank + sizes.rotary, hidden),
-        *(() if down is None else ((down, sizes.query_rank, hidden),)),
-        (layer.q, heads * sizes.query, sizes.query_rank or hidden),
-        (layer.k, heads * (sizes.key + sizes.value), sizes.rank),  # with the values between
-        (layer.output, hidden, heads * sizes.value),
-    )
-
-
-def _index_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's index, where it has one."""
-    latent, sizes = config.spec.layer.latent, config.index
-    spec = None if latent is None else latent.index
-    if config.latent is None or sizes is None or spec is None or layer in sizes.sharing:
-        return {}
-    projections = (
-        (spec.query, sizes.heads * sizes.key, config.latent.query_rank),
-        (spec.key, sizes.key, config.hidden_size),
-        (spec.weights, sizes.heads, config.hidden_size),
-    )
-    return shapes_of(projections) | {f"{spec.key_norm}.{part}": (sizes.key,) for part in ("weight", "bias")}
-
-
-def _latent_norms(config: ModelConfig) -> tuple[tuple[str | None, int], ...]:
-    """Norms of latents, with their widths."""
-    latent, sizes = config.spec.layer.latent, config.latent
-    if latent is None or sizes is None:
-        return ()
-    return (latent.norm, sizes.rank), (latent.query_norm, sizes.query_rank)
+    idle = 0
+    for _, module in decoder_modules(config):
+        if module.role == "layer_embedding.table":
+            idle += sum(part.weights for part in module.parts)
+        if module.kind == "experts" and config.spec.layer.experts is not None:
+            each = sum(part.weights + (0 if part.bias is None else part.outputs) for part in module.parts)
+            idle += (module.experts - config.spec.layer.experts.routing.top_k) * each
+    return num_parameters(config) - idle
 
 
 # --- how weights are held ---
@@ -256,56 +100,28 @@ def weight_bytes(
     """
     stored = stored_forms(config) if forms is None else forms
     ranks, stages = parallel.tensor_ranks, parallel.stages
-    layer, total, of_experts = config.spec.layer, [0] * stages, [0] * stages
-    stage_of = {
-        prefix: stage
-        for stage in range(stages)
-        for index in stage_layers(config.num_layers, stages, stage)
-        for prefix in config.prefixes(index)
-    }
-    # What is computed by one projection is held in one form.
-    together = ((layer.gate, layer.up), *(((layer.q, layer.k, layer.v),) if layer.latent is None else ()))
-    fused = {part.name: parts for parts in together if None not in parts for part in parts}
-    experts = layer.experts
-    whole = {part.name for part in (experts.router, experts.shared_gate) if part} if experts is not None else set()
-    if layer.latent is not None and layer.latent.index is not None:
-        whole.add(layer.latent.index.weights.name)
-    conv = None if layer.state is None else layer.state.conv
-    if isinstance(layer.state, DeltaSpec):
-        whole |= {layer.state.beta.name, layer.state.decay.name}
-    each = {} if experts is None else shapes_of_each_expert(experts, config.hidden_size)
-    tables = {f"{config.spec.embedding}.weight"}
-    if (embedding := config.spec.layer_embedding) is not None:
-        tables.add(f"{embedding.table}.weight")
-        whole |= {part.name for part in (embedding.projection, embedding.gate, embedding.output)}
-    shapes = dict(expected_shapes(config))
-    for name, shape in shapes.items():
-        number, _, name_in_layer = name.removeprefix(f"{config.spec.layers}.").partition(".")
-        stage = stage_of.get(f"{config.spec.layers}.{number}.", 0)
-        is_table = name in tables
-        form = stored.get(name)
-        if name == head_name(config):
-            form = form_of(of_lm_head(quantization), form)
-        elif is_table:
-            form = form_of("auto" if quantization == "auto" else "none", form)
-        elif len(shape) == 2:
-            prefix, part = _layer_and_name(config, name)
-            if layer.latent is not None and part == layer.k.name:  # what makes keys and values of latents is never
-                total[stage] += tensor_bytes(shape, itemsize, None)
-                continue
-            parts = fused.get(part, ())
-            names = [f"{prefix}{one.name}.weight" for one in parts]
-            form = common_form([stored.get(one) for one in names if one in shapes]) if parts else form
-            form = form_of("none" if part in whole else quantization, form)
-        elif len(shape) == 3 and name_in_layer != conv:
-            rows, columns = shape[1:] if experts is not None and experts.stacks_rows else shape[:0:-1]
-            form, shape = form_of(quantization, form), (shape[0] * rows, columns)
-        found = tensor_bytes(shape, itemsize, form)
-        total[stage] += found
-        of_experts[stage] += found if name_in_layer in each else 0
-    if not parallel.has_whole_experts or experts is None:
+    stage_of = [stage for stage in range(stages) for _ in stage_layers(config.num_layers, stages, stage)]
+    total, of_experts = [0] * stages, [0] * stages
+    modules = list(decoder_modules(config))
+    shapes = tensor_shapes([module for _, module in modules])
+    for layer, module in modules:
+        stage = 0 if layer is None else stage_of[layer]
+        for part in module.parts:
+            for name in module.tensors(part):
+                # A tensor of several modules counts with the first of them.
+                if (shape := shapes.pop(name, None)) is None:
+                    continue
+                if part.is_stacked:
+                    rows, columns = shape[1:] if part.layout == "stack" else shape[:0:-1]
+                    shape = shape[0] * rows, columns
+                found = tensor_bytes(shape, itemsize, _held_form(module, name, quantization, stored))
+                if part.bias is not None:
+                    found += math.prod(shapes.pop(part.bias, ())) * itemsize
+                total[stage] += found
+                of_experts[stage] += found if module.kind == "experts" else 0
+    if not parallel.has_whole_experts or config.spec.layer.experts is None:
         return -(-max(total) // ranks)
-    count = experts.routing.num_experts
+    count = config.spec.layer.experts.routing.num_experts
     most = -(-count // ranks) + parallel.spare_experts
     return max(
         -(-(of_stage - of_its_experts) // ranks) + of_its_experts * most // count
@@ -313,38 +129,41 @@ def weight_bytes(
     )
 
 
-def _layer_and_name(config: ModelConfig, name: str) -> tuple[str, str]:
-    """A weight's layer, as its prefix, and its projection's name there."""
-    layer = name.removeprefix(f"{config.spec.layers}.").partition(".")[0]
-    prefix = f"{config.spec.layers}.{layer}."
-    return prefix, name.removeprefix(prefix).removesuffix(".weight")
+def _held_form(
+    module: Module, name: str, quantization: Quantization, stored: Mapping[str, WeightForm]
+) -> WeightForm | None:
+    """Return the form in which a module's tensor is held: one for all that is computed by one projection."""
+    match module.kind:
+        case "projection":
+            form = stored.get(name)
+            if len(module.parts) > 1:
+                form = common_form([stored.get(part.tensor) for part in module.parts])
+            return form_of(quantization, form)
+        case "experts":
+            return form_of(quantization, stored.get(name))
+        case "head":
+            return form_of(of_lm_head(quantization), stored.get(name))
+        case "table":
+            return stored.get(name) if quantization == "auto" else None
+        case "exact" | "norm" | "vector":
+            return None
 
 
 def stored_forms(config: ModelConfig) -> dict[str, WeightForm]:
     """Return the forms of the weights that config.json calls quantised, before there is a checkpoint."""
-    stored = config.stored
+    stored, forms = config.stored, dict[str, WeightForm]()
     if stored is None:
-        return {}
-
-    dimensions = (3,) if stored.method == "mxfp4" else (2, 3)
-    state = config.spec.layer.state
-    weights = (
-        name
-        for name, shape in expected_shapes(config)
-        if len(shape) in dimensions and (state is None or not name.endswith(state.conv))
-    )
-    forms: dict[str, WeightForm] = {}
-    for name in weights:
-        names = config.spec.names_in_files(name.removesuffix(".weight"))
-        found = None if name == f"{config.spec.embedding}.weight" or stored.leaves(names) else stored.of_module(names)
-        if found is not None:
-            forms[name] = found.form
+        return forms
+    for _, module in decoder_modules(config):
+        if not module.is_projection or (module.kind == "head" and config.tie_word_embeddings):
+            continue
+        for part in module.parts:
+            for name in module.tensors(part) if part.is_stacked or stored.method != "mxfp4" else ():
+                names = config.spec.names_in_files(name.removesuffix(".weight"))
+                found = None if stored.leaves(names) else stored.of_module(names)
+                if found is not None:
+                    forms[name] = found.form
     return forms
-
-
-def head_name(config: ModelConfig) -> str:
-    """The tensor that the logits are computed with."""
-    return f"{config.spec.embedding if config.tie_word_embeddings else config.spec.lm_head}.weight"
 
 
 def weights_as(quantization: Quantization, forms: Mapping[str, WeightForm]) -> str | None:

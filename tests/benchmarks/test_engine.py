@@ -13,7 +13,7 @@ from twostroke.model.checkpoint.config_file import load_model_config, parse_mode
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig
 from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
-from twostroke.model.costs.sizes import expected_shapes
+from twostroke.model.parameters import expected_shapes
 
 HYBRIDS = ("granite4_dense", "nemotron_h", "lfm2")
 """Small shapes whose layers keep other states than the bench's models."""
@@ -28,7 +28,7 @@ def weights_of(config: ModelConfig) -> int:
     """All that every decode step multiplies by: matrices, and a tied embedding once."""
     return sum(
         math.prod(shape)
-        for name, shape in expected_shapes(config)
+        for name, shape in expected_shapes(config).items()
         if len(shape) == 2 and (config.tie_word_embeddings or "embed" not in name)
     )
 

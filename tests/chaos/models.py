@@ -15,7 +15,7 @@ from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.weights import SINGLE_FILE
-from twostroke.model.costs.sizes import expected_shapes
+from twostroke.model.parameters import expected_shapes
 from twostroke.protocol.errors import ConfigError
 
 _BLOCK = 128  # rows and columns of FP8 weights that share a scale
@@ -51,7 +51,7 @@ def model_path(name: str, folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
-    for tensor, shape in expected_shapes(parse_model_config(raw, name)):
+    for tensor, shape in expected_shapes(parse_model_config(raw, name)).items():
         value = torch.randn(shape, generator=generator)
         if tensor.endswith("bias"):
             tensors[tensor] = (value / 10).bfloat16()

@@ -17,10 +17,10 @@ from twostroke.model.checkpoint.config_file import load_model_config, parse_mode
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
-from twostroke.model.costs.sizes import expected_shapes
 from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
+from twostroke.model.parameters import expected_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, row_keys
 from twostroke.model.step import Draw, SequenceStep
@@ -66,7 +66,7 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> WriteCheckpoin
         (folder / "config.json").write_text(json.dumps(raw))
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
-        for name, shape in expected_shapes(parse_model_config(raw, "test")):
+        for name, shape in expected_shapes(parse_model_config(raw, "test")).items():
             value = torch.randn(shape, generator=generator) * scale / shape[-1] ** 0.5
             tensors[name] = (value + 1 if name.endswith("norm.weight") else value).to(dtype)
         if shards == 1:

@@ -9,7 +9,8 @@ import torch
 from tests.model.cpu.test_linears import random_quantized
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other, quantize, two_byte_scales
-from twostroke.model.costs.sizes import common_form, expected_shapes, weight_bytes
+from twostroke.model.costs.sizes import common_form, weight_bytes
+from twostroke.model.parameters import expected_shapes
 from twostroke.model.shapes.weight_forms import WeightForm
 
 
@@ -52,7 +53,7 @@ def test_the_bytes_of_quantised_weights_are_those_that_their_parts_take(is_tied:
     table, head = 0 if is_tied else 100 * 128 * 2, 100 * 128 + 100 * 4
     norms_and_biases = (7 * 128 + 3 * (2 * 192 + 128)) * 2
     rows = {128: 3 * (128 + 64 + 64 + 128 + 2 * 192), 192: 3 * 128}  # of projections, by their columns
-    plain = sum(torch.Size(shape).numel() for _, shape in expected_shapes(config)) * 2
+    plain = sum(torch.Size(shape).numel() for shape in expected_shapes(config).values()) * 2
     assert weight_bytes(config, 2, "none") == plain
     int8 = sum(count * (columns + 4) for columns, count in rows.items())
     int4 = sum(count * (columns // 2 + columns // 64 * 2 + 4) for columns, count in rows.items())
