@@ -75,17 +75,17 @@ def load_decoder_weights(
     tables = {one: cos_sin_table(*one, options.max_context).to(device) for one in {*rotated.values()}}
     scales = query_scale_table(config.query_scale, options.max_context)
     query_scales = None if scales is None else scales.to(device)
-    rank = _Rank(checkpoint, config, options, backend, shard)
+    loader = _ModuleLoader(checkpoint, config, options, backend, shard)
     loaded = tuple(
-        _LayerLoader(rank, index, tables[rotated[index]], query_scales, context_parts).load() for index in layers
+        _LayerLoader(loader, index, tables[rotated[index]], query_scales, context_parts).load() for index in layers
     )
-    ends = _ends(rank, config) if stage.is_first else None
+    ends = _ends(loader, config) if stage.is_first else None
     if not config.has_mtp or config.spec.mtp is None:
         return DecoderWeights(options.dtype, loaded, ends)
-    return DecoderWeights(options.dtype, loaded[:-1], ends, _mtp(rank, config, loaded[-1]))
+    return DecoderWeights(options.dtype, loaded[:-1], ends, _mtp(loader, config, loaded[-1]))
 
 
-class _Rank:
+class _ModuleLoader:
     """Makes modules as one rank holds them: on its device, in its dtype."""
 
     def __init__(
@@ -231,8 +231,8 @@ class _Rank:
 class _Modules:
     """Modules of one place, by their roles, made as they are asked for."""
 
-    def __init__(self, rank: _Rank, modules: Iterable[Module]):
-        self._rank = rank
+    def __init__(self, loader: _ModuleLoader, modules: Iterable[Module]):
+        self._loader = loader
         self._modules: Mapping[str, Module] = {module.role: module for module in modules}
 
     def __contains__(self, role: str) -> bool:
@@ -242,13 +242,13 @@ class _Modules:
         return self._modules[role]
 
     def linear(self, role: str) -> Linear:
-        return self._rank.linear(self._modules[role])
+        return self._loader.linear(self._modules[role])
 
     def linear_or_none(self, role: str) -> Linear | None:
         return self.linear(role) if role in self else None
 
     def vector(self, role: str) -> Tensor:
-        return self._rank.vector(self._modules[role])
+        return self._loader.vector(self._modules[role])
 
     def vector_or_none(self, role: str) -> Tensor | None:
         return self.vector(role) if role in self else None
@@ -263,20 +263,20 @@ class _LayerLoader:
 
     def __init__(
         self,
-        rank: _Rank,
+        loader: _ModuleLoader,
         index: int,
         cos_sin: Tensor,
         query_scales: Tensor | None,
         context_parts: ContextParts | None,
     ):
-        self._rank = rank
-        self._config = rank.config
-        self._options = rank.options
+        self._loader = loader
+        self._config = loader.config
+        self._options = loader.options
         self._index = index
         self._cos_sin = cos_sin
         self._query_scales = query_scales
         self._context_parts = context_parts
-        self._modules = _Modules(rank, layer_modules(rank.config, index))
+        self._modules = _Modules(loader, layer_modules(loader.config, index))
 
     def load(self) -> LayerWeights:
         config, modules, index = self._config, self._modules, self._index
@@ -307,7 +307,7 @@ class _LayerLoader:
 
     def _kv_heads(self) -> KVHeads:
         heads = self._config.heads(self._index)
-        found = self._rank.shard.kv_heads(heads.number)
+        found = self._loader.shard.kv_heads(heads.number)
         return KVHeads(found.stop - found.start, heads.dim)
 
     def _embedding_gate(self) -> EmbeddingGate:
@@ -324,7 +324,7 @@ class _LayerLoader:
     def _attention_form(self) -> AttentionForm:
         config, index, scales = self._config, self._index, AS_THEY_ARE
         if self._options.kv_dtype == torch.float8_e4m3fn:
-            scales = KVScales(*self._rank.checkpoint.kv_scales(index))
+            scales = KVScales(*self._loader.checkpoint.kv_scales(index))
         scale, sinks = config.attention_scale or config.heads(index).dim ** -0.5, self._modules.vector_or_none("sinks")
         return AttentionForm(scale, config.window(index), config.soft_cap, sinks, scales)
 
@@ -341,13 +341,13 @@ class _LayerLoader:
 
     def _row_norms(self) -> RowNorms:
         q, k = self._modules.vector("q_row_norm"), self._modules.vector("k_row_norm")
-        return RowNorms(q, k, self._rank.shard.size, self._config.rms_norm_eps)
+        return RowNorms(q, k, self._loader.shard.size, self._config.rms_norm_eps)
 
     def _latents(self, latent: LatentSpec) -> LatentWeights:
         modules, config, sizes = self._modules, self._config, self._config.latent
         if sizes is None:
             raise TypeError(f"{latent} has no sizes")
-        up = self._rank.plain(self._rank.weight(modules["latent.up"].parts))
+        up = self._loader.plain(self._loader.weight(modules["latent.up"].parts))
         both = up.view(-1, sizes.key + sizes.value, sizes.rank)
         keys, values = both[:, : sizes.key], both[:, sizes.key :].transpose(1, 2)
         heads = LatentHeads(keys, values, config.attention_scale)
@@ -358,7 +358,7 @@ class _LayerLoader:
             query_norm=modules.vector_or_none("latent.query_norm"),
             query=modules.linear("latent.query"),
             eps=latent.norm_eps,
-            attention=self._rank.backend.make_latent_attention(heads, self._context_parts),
+            attention=self._loader.backend.make_latent_attention(heads, self._context_parts),
             index=self._context_index(latent.norm_eps) if "index.key" in modules else None,
         )
 
@@ -377,8 +377,8 @@ class _LayerLoader:
 
     def _state_mixer(self) -> StateMixer[Any]:
         """Return a layer that keeps a state."""
-        shard, spec, whole = self._rank.shard, self._config.spec.layer.state, self._config.state
-        modules, kernels = self._modules, self._rank.backend.state_kernels
+        shard, spec, whole = self._loader.shard, self._config.spec.layer.state, self._config.state
+        modules, kernels = self._modules, self._loader.backend.state_kernels
         inputs, conv = modules.linear("state.inputs"), modules.vector("state.conv")[:, 0]
         conv_bias = modules.vector_or_none("state.conv_bias")
         match whole:
@@ -425,12 +425,12 @@ class _LayerLoader:
         spec, modules, options = self._config.experts_of(self._index), self._modules, self._options
         if spec is None:
             raise TypeError("a layer with experts has no spec of them")
-        weights = self._rank.experts(modules["experts"])
+        weights = self._loader.experts(modules["experts"])
         return RoutedWeights(
             router=modules.linear("experts.router"),
             correction=modules.vector_or_none("experts.correction"),
             routing=spec.routing,
-            experts=self._rank.backend.make_experts(
+            experts=self._loader.backend.make_experts(
                 weights, self._config.activation, options.quantization, options.dtype
             ),
             scales_input=spec.scales_input,
@@ -445,35 +445,35 @@ class _LayerLoader:
         return NormsBeside(**found)
 
 
-def _ends(rank: _Rank, config: ModelConfig) -> EndWeights:
+def _ends(loader: _ModuleLoader, config: ModelConfig) -> EndWeights:
     """Return the embedding, the final norm and the LM head, the tables for this rank's part of the vocabulary."""
-    modules = _Modules(rank, end_modules(config))
+    modules = _Modules(loader, end_modules(config))
 
     def rounded(scale: float) -> float:
-        return torch.tensor(scale).to(rank.options.dtype).item() if config.rounds_embedding_scale else scale
+        return torch.tensor(scale).to(loader.options.dtype).item() if config.rounds_embedding_scale else scale
 
     lm_head = modules.linear("lm_head")
     layer_embedding = None
     if (spec := config.spec.layer_embedding) is not None:
         layer_embedding = LayerEmbedding(
-            table=rank.table(modules["layer_embedding.table"]),
+            table=loader.table(modules["layer_embedding.table"]),
             scale=rounded(math.sqrt(spec.size)),
             projection=modules.linear("layer_embedding.projection"),
             norm=modules.vector("layer_embedding.norm"),
             size=spec.size,
         )
     return EndWeights(
-        embedding=rank.table(modules["embedding"]) if "embedding" in modules else lm_head,
+        embedding=loader.table(modules["embedding"]) if "embedding" in modules else lm_head,
         embedding_scale=rounded(config.embedding_scale),
-        first_token=rank.shard.vocabulary(config.vocab_size).start,
+        first_token=loader.shard.vocabulary(config.vocab_size).start,
         final_norm=modules.vector("final_norm") * config.logits_scale,
         lm_head=lm_head,
         layer_embedding=layer_embedding,
     )
 
 
-def _mtp(rank: _Rank, config: ModelConfig, layer: LayerWeights) -> MtpWeights:
-    modules = _Modules(rank, mtp_modules(config))
+def _mtp(loader: _ModuleLoader, config: ModelConfig, layer: LayerWeights) -> MtpWeights:
+    modules = _Modules(loader, mtp_modules(config))
     return MtpWeights(
         embedding_norm=modules.vector("mtp.embedding_norm"),
         hidden_norm=modules.vector("mtp.hidden_norm"),
