@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, encode_message
 from twostroke.protocol.requests import Peer

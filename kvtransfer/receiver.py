@@ -24,13 +24,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from twostroke.kvtransfer.layout import Cut, check_table, cut_pair, rank_pairs
+from twostroke.kvtransfer.lifecycle import ReceiverState
 from twostroke.kvtransfer.link import PendingLink, ReceivingEnd, chunk_seal, pace_of
-from twostroke.kvtransfer.rules.layout import Cut, check_table, cut_pair, rank_pairs
-from twostroke.kvtransfer.rules.lifecycle import ReceiverState
-from twostroke.kvtransfer.tickets import RankSide
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
-from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer
-from twostroke.kvtransfer.transports.choice import TransportChoice, choose_transport
+from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, RankSide
+from twostroke.kvtransfer.transports import TransportChoice, choose_transport
 from twostroke.protocol.errors import ConfigError, ConnectionLost, EpochMismatch, ProtocolError, TicketRefused
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.messages import (

@@ -10,12 +10,11 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
+from twostroke.kvtransfer.layout import Cut, RankPair, cut_pair, rank_pairs
+from twostroke.kvtransfer.lifecycle import IllegalTransition, SenderState
 from twostroke.kvtransfer.link import SendingEnd, chunk_seal, pace_of
-from twostroke.kvtransfer.rules.layout import Cut, RankPair, cut_pair, rank_pairs
-from twostroke.kvtransfer.rules.lifecycle import IllegalTransition, SenderState
-from twostroke.kvtransfer.tickets import RankSide
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
-from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer
+from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer, RankSide
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.messages import (

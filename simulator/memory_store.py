@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.kvtransfer.rules.layout import Cut
+from twostroke.kvtransfer.layout import Cut
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, first_seen, group_table

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import xxhash
 
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams, Transport
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.errors import ConnectionLost

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TypeVar
 
 from twostroke.kvtiers.kv_tiers import TieredWorker
-from twostroke.kvtransfer.offers import AwaitedOffers
+from twostroke.kvtransfer.ranks import AwaitedOffers
 from twostroke.protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
 from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.requests import (

@@ -33,8 +33,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.device_units import (
     DeviceQueue,
     DeviceUnits,

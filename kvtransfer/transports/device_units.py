@@ -13,8 +13,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.kvtransfer.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.link import ON_GPUS, DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.model.cache.layer_announcer import LaunchedWork
 from twostroke.model.cuda.kernels.kv_units import (

@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 
 Buffer = memoryview | NDArray[np.uint8]
 """uint8, one-dimensional, contiguous."""

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (

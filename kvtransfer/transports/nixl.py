@@ -46,8 +46,8 @@ import torch
 from torch import Tensor
 
 from twostroke.kvtransfer.fabric import interface_of, rdma_ports
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DeviceStore, KVStore, LinkParams
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (

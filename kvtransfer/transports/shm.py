@@ -20,8 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import SharedStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostUnits, HostWire, count_units, split_segments
 from twostroke.kvtransfer.transports.local import (
     LocalTransport,

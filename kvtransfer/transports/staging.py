@@ -14,8 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DIGEST_BYTES, ON_HOSTS, DeviceStore, HostStore, KVStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import HostWire
 
 MAX_CHUNK_BYTES = ON_HOSTS.chunk_bytes  # that a source sends at once, if nothing else is configured

@@ -21,8 +21,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import xxhash
 
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore, LinkParams
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostWire, count_units, split_segments
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from twostroke.kvtransfer.fabric import in_the_way, rdma_ports
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import KVStore, LinkParams
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import HostStaging, make_staging

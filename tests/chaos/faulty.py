@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 from tests.chaos.orders import Harm, Side, Tamper
 from tests.rigs.delegate import Delegate, with_links
 from tests.rigs.proxy import Proxy
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Hello, Message
 from twostroke.protocol.network import Connection, Handler, Listener, Network

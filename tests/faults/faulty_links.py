@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from tests.faults.census import socket_inodes
 from tests.faults.injection import Fault, Faults
 from tests.rigs.delegate import Delegate, with_links
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport, chunk_seal
-from twostroke.kvtransfer.rules.layout import Cut, Segment
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, Network
 from twostroke.protocol.requests import Address, Peer

@@ -11,7 +11,7 @@ import torch
 
 from tests.rigs.device_store import SEAL, TensorStore, segments_of
 from tests.rigs.kv_pair import lane_end
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 

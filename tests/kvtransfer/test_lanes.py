@@ -3,8 +3,8 @@
 import asyncio
 
 from tests.rigs.kv_pair import TOKEN, D, P, lane_end
-from twostroke.kvtransfer.rules.layout import ChunkPlan
-from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.layout import ChunkPlan
+from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, OutgoingLane, OutgoingTransfer
 from twostroke.protocol.kv_layout import KVLayout, group_layers
 from twostroke.protocol.messages import Chunk, Commit

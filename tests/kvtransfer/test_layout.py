@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, make_transport, reach
+from twostroke.kvtransfer.layout import ChunkPlan, Cut, cut_pair, rank_pairs
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import ChunkPlan, Cut, cut_pair, rank_pairs
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.protocol.kv_layout import KVLayout, RankCut, incompatibility

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from tests.rigs.kv_pair import fails
 from tests.rigs.played import played_by
 from tests.worker.worker_rig import DECODE, LAYERS, PREFILL, SECRET, TRANSFERS, make_parts
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.tickets import UsedTickets
-from twostroke.kvtransfer.transfer import OutgoingTransfer
+from twostroke.kvtransfer.ranks import AwaitedOffers
+from twostroke.kvtransfer.transfer import OutgoingTransfer, UsedTickets
 from twostroke.protocol.kv_layout import NO_BLOCK, RankCut
 from twostroke.protocol.messages import Abort, Awaited, Hello, KVHello, Offer, Reach, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, mint_ticket

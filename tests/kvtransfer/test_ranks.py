@@ -10,9 +10,9 @@ import pytest
 
 from tests.kvtransfer.test_layout import LAYERS, Fleet, assert_prompt, block_table, layout_of, write_prompt
 from tests.rigs.kv_pair import SECRET, TOKEN, D, P, fails, settle
+from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.ranks import RankedReceiver, RankedSender, RankedTransfer, RankTransfers
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.model.parallel.ranked_engine import RankConnections
 from twostroke.protocol.errors import ConnectionLost, WorkerLost

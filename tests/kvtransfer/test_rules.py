@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.kvtransfer.rules.layout import ChunkPlan
-from twostroke.kvtransfer.rules.lifecycle import (
+from twostroke.kvtransfer.layout import ChunkPlan
+from twostroke.kvtransfer.lifecycle import (
     ENDS,
     IllegalTransition,
     ReceiverState,

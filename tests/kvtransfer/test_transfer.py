@@ -15,8 +15,8 @@ import pytest
 from tests.rigs.kv_faulty_pair import EACH, FaultyLink, FaultyTransport
 from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, fails, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.link import DIGEST_BYTES, Transport, chunk_seal
-from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.kvtransfer.transports.tcp import TcpLink
 from twostroke.protocol.messages import Chunk, Run

@@ -20,7 +20,7 @@ from tests.rigs.kv_faulty_pair import (
     get_to,
 )
 from tests.rigs.kv_pair import TOKEN, BytesStore, D, P, Pair, fails, make_pair, reach, settle
-from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState
+from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.messages import Hello, KVHello, Refuse
 from twostroke.protocol.requests import Peer

@@ -26,8 +26,8 @@ from tests.rigs.kv_pair import SECRET, D, fails, make_pair, settle
 from tests.rigs.raw_source import RawPeer, raw_peer
 from twostroke.kvtransfer import sender as sender_side
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Message, Offer, Ping
 from twostroke.protocol.network import Connection, Handler, Listener, TcpNetwork

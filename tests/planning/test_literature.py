@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from twostroke.cluster.cli import main
-from twostroke.kvtransfer.rules.layout import cut_pair, first_units, rank_pairs
+from twostroke.kvtransfer.layout import cut_pair, first_units, rank_pairs
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config

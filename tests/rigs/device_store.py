@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.protocol.kv_layout import KVLayout
 
 SEAL = 2**63 + 5

@@ -13,9 +13,9 @@ from tests.rigs.delegate import with_links
 from tests.rigs.kv_links import SharedBytesStore
 from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
-from twostroke.kvtransfer.rules.layout import Cut, Segment
-from twostroke.kvtransfer.rules.lifecycle import SenderState
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
 from twostroke.protocol.errors import ConnectionLost
 

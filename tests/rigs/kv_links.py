@@ -22,7 +22,7 @@ from tests.rigs.kv_pair import (
     settle,
     warm_up_torch,
 )
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.transports import sockets
 from twostroke.protocol.kv_layout import Encoding
 

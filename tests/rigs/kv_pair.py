@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.rules.layout import Cut
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
 from twostroke.kvtransfer.transports.shm import ShmTransport

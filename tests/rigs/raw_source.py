@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from tests.rigs.kv_pair import BLOCK_BYTES, BytesStore, D, P, Pair, make_transport, reach
+from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.link import DataLink, chunk_seal
-from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
 from twostroke.protocol.network import Connection
 from twostroke.protocol.requests import Peer, Ticket

@@ -14,8 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.ranks import Incoming, ReceivingSide
+from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, ReceivingSide
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket, about

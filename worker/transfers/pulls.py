@@ -13,8 +13,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from twostroke.kvtransfer.offers import AwaitedOffers
-from twostroke.kvtransfer.ranks import Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import LogContext, Ticket, about

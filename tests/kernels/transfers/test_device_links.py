@@ -19,8 +19,8 @@ from tests.rigs.device_store import SEAL, TensorStore, segments_of
 from tests.rigs.kv_pair import lane_end
 from twostroke.kvtransfer import transports
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.kvtransfer.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.link import DataLink, DeviceStore
-from twostroke.kvtransfer.rules.layout import Cut, Segment, cut_pair, rank_pairs
 from twostroke.kvtransfer.transports import cuda_ipc, device_units, make_transports
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle, open_layer
 from twostroke.kvtransfer.transports.device_units import (

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from twostroke.kvtransfer.transports.choice import choose_transport
+from twostroke.kvtransfer.transports import choose_transport
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import Encoding
 from twostroke.protocol.messages import Reach

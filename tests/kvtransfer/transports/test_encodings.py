@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.rigs.kv_pair import lane_end
-from twostroke.kvtransfer.rules.layout import Cut
+from twostroke.kvtransfer.layout import Cut
 from twostroke.kvtransfer.transports.host_units import decode, encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 

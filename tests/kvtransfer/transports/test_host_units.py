@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.rigs.kv_pair import BytesStore, lane_end
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.transports.host_units import (
     BATCH_BYTES,
     MAX_VIEWS,

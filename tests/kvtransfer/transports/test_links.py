@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.kv_links import ALL_NAMES, SharedBytesStore, blocks, linked, move, two
 from tests.rigs.kv_pair import BytesStore, lane_end
 from twostroke.kvtransfer.config import TransferConfig, TransportName
-from twostroke.kvtransfer.rules.layout import Segment
+from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.transports import make_transports
 from twostroke.protocol.errors import ConfigError, ConnectionLost
 

@@ -14,7 +14,7 @@ from tests.faults.census import socket_inodes
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, move, two
 from tests.rigs.kv_pair import BytesStore, lane_end
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.rules.layout import Segment
+from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.transports import make_transports, nixl
 from twostroke.protocol.errors import ConfigError, ConnectionLost, ProtocolError
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, mappings, two
 from tests.rigs.kv_pair import BLOCK_SIZE, open_descriptors
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.transports import local, shm, sockets
 from twostroke.kvtransfer.transports.shm import ShmPool, receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost, ProtocolError

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from tests.rigs.kv_pair import BytesStore, lane_end
-from twostroke.kvtransfer.rules.layout import Cut, Segment
+from twostroke.kvtransfer.layout import Cut, Segment
 from twostroke.kvtransfer.transports import staging as staging_buffers
 from twostroke.kvtransfer.transports.host_units import HostUnits, encode
 from twostroke.kvtransfer.transports.staging import HostStaging

@@ -13,8 +13,8 @@ import pytest
 from tests.rigs.kv_links import blocks, join, linked, move, two
 from tests.rigs.kv_pair import BytesStore, settle
 from tests.rigs.proxy import Mangle, Proxy
+from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.link import DIGEST_BYTES
-from twostroke.kvtransfer.rules.layout import Segment
 from twostroke.kvtransfer.transports import sockets
 from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
 from twostroke.protocol.errors import ConnectionLost

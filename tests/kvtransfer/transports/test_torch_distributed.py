@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.rigs.delegate import Delegate
 from tests.rigs.kv_links import blocks, linked
 from tests.rigs.kv_pair import BytesStore, settle
-from twostroke.kvtransfer.rules.layout import Segment
+from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.transports import torch_distributed
 from twostroke.kvtransfer.transports.staging import HostStaging
 from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport

@@ -15,14 +15,12 @@ from msgspec.structs import replace
 
 from tests.simulation.transfers.plan import make_plan
 from tests.simulation.transfers.run import run_plan
-from twostroke.kvtransfer import receiver, sender
+from twostroke.kvtransfer import lifecycle, receiver, sender
+from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState, TransferEvent
 from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
-from twostroke.kvtransfer.rules import lifecycle
-from twostroke.kvtransfer.rules.lifecycle import ReceiverState, SenderState, TransferEvent
 from twostroke.kvtransfer.sender import KVSender
-from twostroke.kvtransfer.tickets import UsedTickets
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
-from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane
+from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane, UsedTickets
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
 from twostroke.protocol.requests import Peer, Ticket, verify_ticket
