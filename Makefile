@@ -204,7 +204,7 @@ bench: $(SERVING)
 	@echo "--> KV transfer"
 	@$(BIN)/twostroke bench transfer
 	@echo "--> Serving"
-	@$(BIN)/twostroke bench serving
+	@$(BIN)/twostroke bench run serving --loads streams
 
 compare: $(STAMP)
 	@test -n "$(BASE)" || { echo "name the other commit: make compare BASE=REV"; exit 2; }

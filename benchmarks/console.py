@@ -22,15 +22,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_load_arguments(parser: argparse.ArgumentParser, *, prompt_tokens: int, max_tokens: int) -> None:
-    """Add the lengths of requests, and further arguments of a `twostroke serve` that a bench starts."""
-    for name, default, what in (("prompt", prompt_tokens, "a prompt"), ("max", max_tokens, "an answer")):
-        parser.add_argument(
-            f"--{name}-tokens", type=positive, default=default, help=f"tokens {what} (default: %(default)s)"
-        )
-    parser.add_argument("serve", nargs="*", metavar="SERVE_ARG", help="after `--`: arguments for `twostroke serve`")
-
-
 def say(line: str) -> None:
     """Tell the people who wait."""
     print(line, file=sys.stderr, flush=True)
@@ -39,7 +30,8 @@ def say(line: str) -> None:
 def conclude(figures: Mapping[str, Any]) -> None:
     """A line each for people, then all as one JSON object."""
     for name, value in figures.items():
-        print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
+        if not isinstance(value, Mapping):
+            print(f"{name:>28}  {value:.4g}" if isinstance(value, float) else f"{name:>28}  {value}")
     print(json.dumps(figures))
 
 

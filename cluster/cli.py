@@ -53,53 +53,23 @@ _COMMANDS = {
         "test every KV path of a running server, and say what is missing",
     ),
     "bench engine": (
-        "benchmarks.engines.engine",
+        "benchmarks.engine",
         "prefill and decode speed of the engine, against this machine's limits",
     ),
     "bench gpu": (
         "benchmarks.gpu.command",
         "the engine on one CUDA device, against its limits and torch's own kernels",
     ),
-    "bench accuracy": ("benchmarks.engines.accuracy", "perplexity of quantised weights, against the model as it is"),
     "bench transfer": (
         "benchmarks.transfers.transfer",
         "KV transfer against the machine's limits, and what a request feels of it",
     ),
     "bench routing": ("benchmarks.routing", "how long the choice of a path takes, by workers and indexed blocks"),
-    "bench serving": ("benchmarks.serving", "many concurrent streams through the whole path"),
-    "bench interference": (
-        "benchmarks.interference",
-        "what running streams feel of a long prompt on the same worker",
+    "bench machine": (
+        "benchmarks.machine",
+        "what this machine's CPU can do, and how long steps take, into files that `plan` and `simulate` read",
     ),
-    "bench roles": (
-        "benchmarks.turns.roles",
-        "workers that take each other's work, beside the same cores aggregated and divided",
-    ),
-    "bench speculation": (
-        "benchmarks.turns.speculation",
-        "tokens per second with drafts and without, on work that repeats itself and on work that does not",
-    ),
-    "bench tiers": (
-        "benchmarks.turns.tiers",
-        "prompts whose KV comes from a disk, beside computing them",
-    ),
-    "bench autoscaling": (
-        "benchmarks.autoscaling",
-        "whether workers follow a load that rises fourfold and falls again",
-    ),
-    "bench overload": (
-        "benchmarks.overload",
-        "what becomes of promises at five times the load that the server can take",
-    ),
-    "bench peers": ("benchmarks.peers.command", "our server beside others' on one HTTP workload, in turns"),
-    "bench costs": (
-        "benchmarks.engines.costs",
-        "how long this machine's steps take, into a file that `simulate --costs` reads",
-    ),
-    "bench hardware": (
-        "benchmarks.engines.hardware",
-        "what this machine's CPU can do, into a file that `plan --gpu` reads",
-    ),
+    "bench run": ("benchmarks.run", "servers in turns under the same loads, as a plan says"),
     "should-i-disaggregate": (
         "planning.commands.should_i_disaggregate",
         "find the mode that serves most within an SLO, measured here or simulated",

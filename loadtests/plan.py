@@ -123,7 +123,16 @@ class LongPrompts(msgspec.Struct, frozen=True, tag="long-prompts", forbid_unknow
     long_share: float = 0.1  # of all requests
 
 
-Workload = Synthetic | Fixed | Uniform | TraceFile | Chat | SharedPrompt | LongPrompts
+class Template(msgspec.Struct, frozen=True, tag="template", forbid_unknown_fields=True):
+    """Requests made from one body, in whose texts and keys `${name_1}`, `${name_2}`, ... are words drawn from `name`,
+    others in each request and, while there are enough, in each place."""
+
+    body: dict[str, Any]  # fields of the request beside the plan's, or in their place; `prompt` among them
+    words: dict[str, list[Any]]
+    output_tokens: int = 128
+
+
+Workload = Synthetic | Fixed | Uniform | TraceFile | Chat | SharedPrompt | LongPrompts | Template
 
 
 MOST_LAG_OF_SLO = 0.05
@@ -183,6 +192,7 @@ class SessionTurn:
     think_s: float = 0.0  # from the end of the answer before; of a first turn 0
     kind: str = ""  # what reports tell apart: `long`, `short`, or the SLO class
     service_tier: str | None = None  # of the request, where the plan names none for all
+    fields: dict[str, Any] | None = None  # of its body, beside the plan's or in their place
 
 
 @dataclass(frozen=True, slots=True)

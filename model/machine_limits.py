@@ -94,7 +94,7 @@ def row_of(
         flops_per_s={NUMBERS[dtype]: statistics.median(one.gemm for one in measured)},
         link_bytes_per_s=read / 2,
         usd_per_hour=usd_per_hour,
-        source=f"twostroke bench hardware, medians of {len(measured)} rounds",
+        source=f"twostroke bench machine, medians of {len(measured)} rounds",
         is_gpu=False,
     )
 

@@ -201,8 +201,8 @@ def imported(room: str) -> set[str]:
     return found - sys.stdlib_module_names - {"twostroke"}
 
 
-ELSEWHERE = {"nixl", "obstore", "openvino", "openvino_genai", "optimum", "pynvml"}
-"""Extras of their own, what `bench peers` finds with other servers, and what tells of GPUs where hosts have it."""
+ELSEWHERE = {"nixl", "obstore", "pynvml"}
+"""Extras of their own, and what tells of GPUs where hosts have it."""
 
 
 def test_all_that_modules_import_is_there_after_make_serve() -> None:

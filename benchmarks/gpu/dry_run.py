@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from twostroke.benchmarks.engines.engine import MODELS
 from twostroke.benchmarks.gpu.command import measure_all
 from twostroke.benchmarks.gpu.interpreter import bf16_interpreter
 from twostroke.benchmarks.gpu.limits import GpuPlace, Sizes
+from twostroke.benchmarks.random_model import MODELS
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.cuda.graphs import Recorder
 from twostroke.model.cuda.kernels.launch import H100

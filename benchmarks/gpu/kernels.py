@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from twostroke.benchmarks.engines.engine import write_random_model
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
+from twostroke.benchmarks.random_model import write_random_model
 from twostroke.model.backend import AttentionForm, Chosen, ExpertWeights
 from twostroke.model.batch import make_layout
 from twostroke.model.checkpoint.quantization import QuantizedWeight

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from twostroke.benchmarks.engines.engine import MODELS
+from twostroke.benchmarks.random_model import MODELS
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.config import ModelConfig
 from twostroke.model.cuda.graphs import Recorder

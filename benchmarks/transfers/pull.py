@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from twostroke.benchmarks.console import say
-from twostroke.benchmarks.engines.engine import MODELS
+from twostroke.benchmarks.random_model import MODELS
 from twostroke.benchmarks.transfers.worker_process import Hosted, HostProcess
 from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.kvtransfer.receiver import KVReceiver

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engines.engine import write_random_model
+from twostroke.benchmarks.random_model import write_random_model
 from twostroke.benchmarks.transfers.pull import DRY, SIZES, Device, measure_pulls
 from twostroke.benchmarks.transfers.worker_process import ProcessFleet, Settings, serve_workers
 from twostroke.cluster.config.model_folder import resolve_model_folder

@@ -120,6 +120,7 @@ class Conversation:
             request["service_tier"] = tier
         if self._line.asks_stages:
             request["return_stages"] = True
+        request |= turn.fields or {}
         number = self.session.index
         if int((number + 1) * plan.extra_share) > int(number * plan.extra_share):
             request |= plan.extra

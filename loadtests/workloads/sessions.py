@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterator
 from itertools import count, islice, takewhile
 from pathlib import Path
+from string import Template as TextTemplate
+from typing import Any
 
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import (
@@ -18,6 +20,7 @@ from twostroke.loadtests.plan import (
     SessionTurn,
     SharedPrompt,
     Synthetic,
+    Template,
     TraceFile,
     Uniform,
 )
@@ -125,6 +128,8 @@ def _turns(plan: Plan) -> Iterator[Turns]:
             return _shared(plan, shared)
         case LongPrompts() as mixture:
             return _long_prompts(plan, mixture)
+        case Template() as template:
+            return _templates(plan, template)
 
 
 def _fixed(plan: Plan, fixed: Fixed) -> Iterator[Turns]:
@@ -176,6 +181,42 @@ def _long_prompts(plan: Plan, mixture: LongPrompts) -> Iterator[Turns]:
         return SessionTurn((_own(plan, index, mixture.input_tokens),), mixture.output_tokens, kind="short")
 
     return ((turn(index),) for index in count())
+
+
+def _templates(plan: Plan, template: Template) -> Iterator[Turns]:
+    draw = random.Random(f"template {plan.seed}")
+
+    def turn() -> SessionTurn:
+        try:
+            fields = _filled(template.body, _DrawnWords(template.words, draw))
+        except (KeyError, ValueError) as error:
+            known = ", ".join(template.words)
+            raise LoadTestError(f"template: {error}: write ${{NAME_1}}, NAME being one of {known}") from error
+        return SessionTurn((), template.output_tokens, fields=fields)
+
+    return ((turn(),) for _ in count())
+
+
+class _DrawnWords(dict[str, Any]):
+    """Words by place, drawn when they are first asked for."""
+
+    def __init__(self, words: dict[str, list[Any]], draw: random.Random):
+        self._words = words
+        self._draw = draw
+
+    def __missing__(self, place: str) -> Any:
+        known = self._words[place.rpartition("_")[0]]
+        self[place] = self._draw.choice([word for word in known if word not in self.values()] or known)
+        return self[place]
+
+
+def _filled(raw: Any, words: _DrawnWords) -> Any:
+    """Return a part of a body with words in their places. Raises KeyError and ValueError for places that are none."""
+    if isinstance(raw, dict):
+        return {_filled(name, words): _filled(value, words) for name, value in raw.items()}
+    if isinstance(raw, list):
+        return [_filled(value, words) for value in raw]
+    return TextTemplate(raw).substitute(words) if isinstance(raw, str) else raw
 
 
 def _own(plan: Plan, index: int, tokens: int) -> Piece:

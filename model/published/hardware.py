@@ -112,10 +112,10 @@ def hardware_of(name: str) -> Hardware:
         return HARDWARE[name]
     if not name.endswith(".json"):
         raise ConfigError(
-            f"--gpu {name}: no such GPU in the table; there are {', '.join(HARDWARE)}, and files of `bench hardware`"
+            f"--gpu {name}: no such GPU in the table; there are {', '.join(HARDWARE)}, and files of `bench machine`"
         )
     try:
         (found,) = read_hardware(Path(name).read_bytes(), f"--gpu {name}").values()
     except (OSError, ConfigError, ValueError) as error:
-        raise ConfigError(f"--gpu {name}: {error}; make it by `twostroke bench hardware --output {name}`") from error
+        raise ConfigError(f"--gpu {name}: {error}; make it by `twostroke bench machine --hardware {name}`") from error
     return found

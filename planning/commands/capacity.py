@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--quantization", choices=get_args(Quantization), default="auto", help="of weights")
     model.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype), default="auto")
     gpus = parser.add_argument_group("the GPUs (default: this machine's, or its CPU, which is measured)")
-    gpus.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(HARDWARE)}, or a file of `bench hardware`")
+    gpus.add_argument("--gpu", metavar="NAME|FILE", help=f"{', '.join(HARDWARE)}, or a file of `bench machine`")
     gpus.add_argument("--memory", type=amount, metavar="BYTES", help="of a GPU that the table lacks: 80GB, 80GiB")
     gpus.add_argument("--bandwidth", type=amount, metavar="BYTES", help="a second, of its memory: 2TB")
     gpus.add_argument(

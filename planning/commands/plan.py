@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet = parser.add_argument_group("hardware")
     fleet.add_argument("--gpu", metavar="NAME[,NAME]", help=f"GPUs that may be bought: {gpu_names()}")
     fleet.add_argument(
-        "--costs", metavar="NAME|FILE", help="workers as `bench costs` has measured them, instead of GPUs"
+        "--costs", metavar="NAME|FILE", help="workers as `bench machine` has measured them, instead of GPUs"
     )
     fleet.add_argument(
         "--gpus", type=positive_count, metavar="N", help="largest number of GPUs (with --costs: of workers)"

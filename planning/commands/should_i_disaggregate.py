@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     here.add_argument("--learn", type=above_zero, default=20.0, metavar="S", help="of each of two learning loads")
     server = parser.add_argument_group("in place of a server: simulation alone")
     server.add_argument("--config", type=Path, metavar="FILE", help="of the server; its replicas don't count")
-    server.add_argument("--costs", metavar="NAME|FILE", help=f"of `bench costs`, or {', '.join(PROFILES)}")
+    server.add_argument("--costs", metavar="NAME|FILE", help=f"of `bench machine`, or {', '.join(PROFILES)}")
     server.add_argument("--gpu", metavar="NAME", help="of the planner's table, with a --model that it knows by name")
     workload = parser.add_argument_group("workload")
     add_workload(workload)

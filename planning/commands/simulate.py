@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--config", type=Path, metavar="FILE", help="whose replicas, SLO classes and autoscaling count")
     fleet.add_argument("--fleet", type=fleet_of, metavar="prefill=N,decode=N", help="prefill=0: aggregated")
     fleet.add_argument(
-        "--costs", default="160m-cpu", metavar="NAME|FILE", help=f"of `bench costs`, or {', '.join(PROFILES)}"
+        "--costs", default="160m-cpu", metavar="NAME|FILE", help=f"of `bench machine`, or {', '.join(PROFILES)}"
     )
     fleet.add_argument(
         "--kv-tokens", type=positive_count, metavar="N", help="of each worker's cache, whatever --costs says"

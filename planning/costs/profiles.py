@@ -1,4 +1,4 @@
-"""Profiles of workers by name, or from the files that `bench costs` and `simulate --against` write."""
+"""Profiles of workers by name, or from the files that `bench machine` and `simulate --against` write."""
 
 from pathlib import Path
 
@@ -66,13 +66,13 @@ def read_profile(path: Path) -> WorkerProfile:
     except OSError as error:
         known = ", ".join(PROFILES)
         raise ConfigError(
-            f"--costs {path}: {error.strerror}; name a file of `bench costs`, or one of {known}"
+            f"--costs {path}: {error.strerror}; name a file of `bench machine`, or one of {known}"
         ) from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"--costs {path}: {error}") from error
     for field, costs in (("costs", profile.costs), ("beside", profile.beside)):
         if costs is not None and min(msgspec.structs.astuple(costs)) < 0:
-            raise ConfigError(f"--costs {path}: {field}: seconds below 0: measure anew by `twostroke bench costs`")
+            raise ConfigError(f"--costs {path}: {field}: below 0: measure anew by `twostroke bench machine --costs`")
     return profile
 
 

@@ -4,8 +4,7 @@ import argparse
 
 import pytest
 
-from twostroke.benchmarks import serving
-from twostroke.benchmarks.engines import accuracy, engine
+from twostroke.benchmarks import engine, machine
 from twostroke.benchmarks.transfers import transfer
 
 
@@ -14,9 +13,8 @@ from twostroke.benchmarks.transfers import transfer
     [
         (engine, "--rounds"),
         (engine, "--threads"),
-        (accuracy, "--windows"),
+        (machine, "--kv-tokens"),
         (transfer, "--rounds"),
-        (serving, "--requests"),
     ],
 )
 @pytest.mark.parametrize("value", ["0", "-3", "many"])

@@ -1,4 +1,4 @@
-"""`bench costs` learns an engine whose steps take known times."""
+"""`bench machine --costs` learns an engine whose steps take known times."""
 
 import asyncio
 import itertools
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twostroke.benchmarks.engines import costs as bench
+from twostroke.benchmarks import machine as bench
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.step_costs import StepContent
@@ -35,7 +35,7 @@ def learnt(monkeypatch: pytest.MonkeyPatch, true: StepCosts, delays: Iterator[fl
     monkeypatch.setattr(bench, "time", machine)
     config = SimpleNamespace(kv_groups=SimpleNamespace(count=1), expert_share=true.expert_share)
     loaded: Any = SimpleNamespace(engine=machine, model_config=config)
-    return asyncio.run(bench._fit(loaded, 5))
+    return asyncio.run(bench.fit_costs(loaded, 5))
 
 
 CONTENTS = (StepContent(256, 256 * 128, 0, 0), StepContent(0, 0, 1, 512), StepContent(0, 0, 16, 16 * 512))

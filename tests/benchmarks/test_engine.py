@@ -8,7 +8,7 @@ import pytest
 
 from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import TINY
-from twostroke.benchmarks.engines.engine import MODELS, write_random_model
+from twostroke.benchmarks.random_model import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config, parse_model_config
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig

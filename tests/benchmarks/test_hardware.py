@@ -52,7 +52,7 @@ def test_a_file_that_is_no_row_says_how_one_is_made(content: str | None, tmp_pat
     file = tmp_path / "cpu.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ConfigError, match="twostroke bench hardware --output"):
+    with pytest.raises(ConfigError, match="twostroke bench machine --hardware"):
         hardware_of(str(file))
 
 

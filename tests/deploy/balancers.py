@@ -32,8 +32,8 @@ import yaml
 from tests.deploy.moments import send_at_moments
 from tests.deploy.programs import find, haproxies
 from tests.deploy.proxies import Proxy, running
+from tests.rigs.completions import stream_completion
 from tests.rigs.processes import comes
-from twostroke.benchmarks.clients import stream_completion
 from twostroke.cluster.local.processes import become_subreaper, descendants, end_descendants
 from twostroke.cluster.local.server_process import processes_named, twostroke_server
 from twostroke.loadtests.generator.http_stream import ClientExchange, read_stream

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import MODEL, Server, serving
+from tests.rigs.completions import completion_body, stream_completion
 from tests.rigs.processes import eventually
-from twostroke.benchmarks.clients import completion_body, stream_completion
 from twostroke.loadtests.generator.http_stream import ClientExchange, read_stream
 
 CLIENTS = 24

@@ -23,8 +23,8 @@ import pydantic
 import pytest
 
 from tests.e2e.conftest import MODEL, PROMPT, Server, serving
+from tests.rigs.completions import stream_completion
 from tests.rigs.processes import eventually
-from twostroke.benchmarks.clients import stream_completion
 from twostroke.cluster.local.server_process import processes_named
 from twostroke.loadtests.generator.http_stream import read_stream
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tests.gpu.first.bench import log_to_stderr
-from twostroke.benchmarks.engines.engine import write_random_model
+from twostroke.benchmarks.random_model import write_random_model
 from twostroke.model.cuda import compile_ahead
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine

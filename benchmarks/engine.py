@@ -24,46 +24,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from twostroke.benchmarks.console import positive, say
-from twostroke.benchmarks.engines.hardware import NUMBERS_HERE, prefill_machine
+from twostroke.benchmarks.random_model import MODELS, write_random_model
 from twostroke.model.checkpoint.config_file import load_model_config
-from twostroke.model.checkpoint.weights import SINGLE_FILE
-from twostroke.model.config import Quantization
-from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work
-from twostroke.model.engine_config import EngineConfig
+from twostroke.model.config import ModelConfig, ModelShape, Quantization
+from twostroke.model.costs.operations import MachineLimits, OperationWork, decode_work, prefill_work, product_weights
+from twostroke.model.engine_config import EngineConfig, resolve_dtype
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.machine_limits import LimitsMeter
-from twostroke.model.parameters import expected_shapes
+from twostroke.model.machine_limits import CPU, LimitsMeter
 from twostroke.model.served import Way
 from twostroke.model.step import Draw, SequenceStep
+from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
-SHAPES = Path(__file__).with_name("shapes.json")
-MODELS: Mapping[str, dict[str, Any]] = json.loads(SHAPES.read_text(encoding="utf-8"))
-"""Shapes of random models, by name. Notes on them, where the name does not say all:
-
-160m             GPT-2 small's layers, with grouped-query attention: 125 million parameters
-1.2b, smollm2    Llama-3.2-1B; SmolLM2-135M
-mla-small        the attention of DeepSeek-V2-Lite, in fewer layers, all of them dense: 520 million parameters
-moe-small        as Qwen3-MoE, narrow: 860 million parameters, of which a token takes 160
-moe-1.2b-active  as Qwen3-MoE, of 1.2b's size for a token: its MLPs are eight of 32 experts
-"""
-_DISTINCT = 1 << 22  # values, repeated: drawing a billion takes longer than measuring
-
-
-def write_random_model(folder: Path, name: str = "160m", *, max_position: int = 4096) -> None:
-    """A bf16 checkpoint of a shape in MODELS; small weights, so that nothing overflows."""
-    (folder / "config.json").write_text(json.dumps({**MODELS[name], "max_position_embeddings": max_position}))
-    values = (torch.randn(_DISTINCT, generator=torch.Generator().manual_seed(0)) * 0.02).to(torch.bfloat16)
-    tensors: dict[str, torch.Tensor] = {}
-    for tensor, shape in expected_shapes(load_model_config(folder)).items():
-        count = math.prod(shape)
-        tensors[tensor] = values.repeat(-(-count // _DISTINCT))[:count].view(shape)
-    save_file(tensors, folder / SINGLE_FILE)
-
-
+NUMBERS_HERE = resolve_dtype("auto", torch.bfloat16, CPU)
+"""Dtype that an engine computes bf16 checkpoints in on this CPU: bf16 where it multiplies that faster, else fp32."""
 BLOCK_SIZE = 16
 BATCHES = (1, 8, 32)
 SWEPT = (1, 2, 4, 8, 16, 32, 64)
@@ -71,6 +47,21 @@ KINDS: tuple[Quantization, ...] = ("none", "int8", "int4")
 _NUMBERS = {torch.bfloat16: "bf16", torch.float32: "fp32"}[NUMBERS_HERE]
 GREEDY = SamplingParams(temperature=0.0)
 UNKNOWN = MachineLimits(math.inf, math.inf)
+
+
+def prefill_machine(config: ModelShape, tokens: int) -> LimitsMeter:
+    """Its GEMM rate is that of a layer's own projections over `tokens` rows, in the numbers of NUMBERS_HERE."""
+    hidden = config.hidden_size
+    weights = product_weights(config)[0][0]
+    mixed = config.query_width(0) if config.latent is None else config.num_heads * config.latent.value
+    shapes = [(tokens, hidden, (weights["queries"] + weights["keys and values"]) // hidden), (tokens, mixed, hidden)]
+    experts = config.spec.layer.experts if isinstance(config, ModelConfig) else None
+    size, copies, rows = config.intermediate_size, 1, tokens
+    if experts is not None:  # each with its share of the tokens' choices
+        size, copies = experts.size, experts.routing.num_experts
+        rows = max(1, tokens * experts.routing.top_k // copies)
+    return LimitsMeter(shapes + [(rows, hidden, 2 * size), (rows, size, hidden)] * copies, NUMBERS_HERE)
+
 
 Turns = dict[str, list["EngineFigures"]]
 """Figures of each round, by subject."""
@@ -182,11 +173,7 @@ def run(args: argparse.Namespace) -> int:
             figures = asyncio.run(_measure_pair(load(), load(args.against), args))
         elif args.sweep is not None:
             print(f"{args.model}, {held}, {args.way}, contexts of {args.context} tokens")
-            from twostroke.benchmarks.engines.sweep import (
-                measure_sweep,  # which draws; hosts of GPUs have no matplotlib
-            )
-
-            figures = asyncio.run(measure_sweep(load(), args))
+            figures = asyncio.run(_measure_sweep(load(), args))
         else:
             print(f"{args.model}, {held}, {args.way}")
             figures = asyncio.run(_measure_all(load, args))
@@ -294,3 +281,42 @@ async def _measure_pair(one: LoadedEngine, other: LoadedEngine, args: argparse.N
             figures[f"{who}decode_b{batch}_tok_s"] = result.tokens_per_s
             figures[f"{who}decode_b{batch}_over_floor"] = result.over_floor
     return figures
+
+
+async def _measure_sweep(loaded: LoadedEngine, args: argparse.Namespace) -> dict[str, Any]:
+    """Decode at batches 1 to 64, and draw it beside what the model's operations take at this machine's limits.
+
+    A shared machine's limits change from minute to minute. So each batch is held against the limits around it, and both
+    curves are drawn for the medians of all limits.
+    """
+    from twostroke.planning.costs.pictures import batch_sweep  # hosts of GPUs have no matplotlib
+    from twostroke.planning.costs.roofline import knee
+
+    machine, subjects = LimitsMeter(dtype=NUMBERS_HERE), {batch: await decodes(loaded, batch, args) for batch in SWEPT}
+    results = {}
+    for batch, subject in subjects.items():
+        turns = await in_turns(f"decode at batch {batch}", {"": subject}, args.rounds, machine)
+        results[batch] = medians(turns[""])
+    limits = machine.median()
+    floors = [batch / subject.work.floor_s(limits) for batch, subject in subjects.items()]
+    rates = [floor * result.over_floor for floor, result in zip(floors, results.values(), strict=True)]
+    print(f"{limits.gemm / 1e9:.0f} GFLOP/s, {limits.read / 1e9:.1f} GB/s; of the model's rate at these limits:")
+    print(f"{'batch':>5}{'tokens/s':>12}{'of model':>10}{'at medians':>12}{'model':>10}{'ms a token':>12}{'model':>8}")
+    for (batch, result), rate, floor in zip(results.items(), rates, floors, strict=True):
+        as_told = f"{result.tokens_per_s:>12.1f}{result.over_floor:>10.2f}{rate:>12.1f}{floor:>10.1f}"
+        print(f"{batch:>5}{as_told}{1e3 * batch / rate:>12.2f}{1e3 * batch / floor:>8.2f}")
+    knees = knee(SWEPT, rates), knee(SWEPT, floors)
+    try:
+        args.sweep.write_bytes(batch_sweep(SWEPT, {"measured": rates, "model": floors}, {"knee": knees[0]}).png)
+    except OSError as error:
+        raise ConfigError(f"--sweep {args.sweep}: {error.strerror}") from error
+    print(f"knee at batch {knees[0]}, by the model at {knees[1]}; {args.sweep} shows it")
+    return {
+        "batches": list(SWEPT),
+        "tok_s": [round(result.tokens_per_s, 1) for result in results.values()],
+        "of_model": [round(result.over_floor, 3) for result in results.values()],
+        "model_tok_s": [round(floor, 1) for floor in floors],
+        "knee": knees[0],
+        "model_knee": knees[1],
+        "picture": str(args.sweep),
+    }
