@@ -473,7 +473,7 @@ class KVTiers:
     async def _send(self, read: TierRead, objects: Sequence[HostObject]) -> None:
         first, end = objects[0].first_row * self._block_size, objects[-1].end_row * self._block_size
         began = self.clock()
-        transfer = self.sender.begin_transfer(read.ticket, end, self.host.table(objects), end, least_skip_tokens=first)
+        transfer = self.sender.begin_transfer(read.ticket, end, self.host.table(objects), end, min_skip_tokens=first)
         transfer.commit(None)
         try:
             await _ended(transfer)

@@ -48,7 +48,7 @@ def rdma_ports(root: Path = INFINIBAND) -> tuple[RdmaPort, ...]:
     return tuple(found)
 
 
-def interface_of(address: str) -> str | None:
+def interface_at(address: str) -> str | None:
     """Return the network interface whose first IPv4 address this is; None where there is none."""
     try:
         wanted = socket.inet_aton(address)
@@ -66,7 +66,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def in_the_way(ports: Sequence[RdmaPort], locked_bytes: int | None = None) -> str:
+def rdma_obstacle(ports: Sequence[RdmaPort], locked_bytes: int | None = None) -> str:
     """Return why RDMA may not be used here, in words. `locked_bytes` is what a process may lock; None: look it up."""
     active = [f"{port.name} ({port.gbit_s:g} Gb/s)" if port.gbit_s else port.name for port in ports if port.is_active]
     if not ports:

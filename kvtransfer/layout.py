@@ -1,10 +1,10 @@
 """The layout of a transfer: which rank sends which layers and heads to which rank, in what pieces and order. Pure.
 
-A lane joins one rank of the source worker to one rank of the target worker, which have layers and heads in common: a
-RankPair. The transfer on it is a LaneTransfer (kvtransfer/transfer.py). All lanes of a transfer are independent: each
-has its own control connection, link, grant, digests and commit. The transfer has succeeded when all of them have.
+A rank pair joins one rank of the source worker to one rank of the target worker, which have layers and heads in common:
+a RankPair. The transfer on it is a PairTransfer (kvtransfer/transfer.py). All rank pairs of a transfer are independent:
+each has its own control connection, link, grant, digests and commit. The transfer has succeeded when all of them have.
 
-The piece that travels is the unit: the K and V of a lane's heads, or the latents, for `unit_tokens` tokens of one
+The piece that travels is the unit: the K and V of a rank pair's heads, or the latents, for `unit_tokens` tokens of one
 layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides what a rank has of a block on either
 side, so a unit lies within one block of one rank. A unit's id in a store is `block id * units a block + its place among
 those that the rank has`; where a block is one unit, unit ids are block ids.
@@ -24,7 +24,7 @@ SCALE_BYTES = 2  # bf16, one for each row: a (token, head) of K or of V, or a la
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Every `of`-th of a request's units, from `index` on. A lane numbers the units of its share from 0."""
+    """Every `of`-th of a request's units, from `index` on. A rank pair numbers the units of its share from 0."""
 
     index: int = 0
     of: int = 1
@@ -54,18 +54,18 @@ class RankPair:
 class Segment:
     """Units of one layer in one side's store, in the order of the wire."""
 
-    layer: int  # the model's number; Cut.tensor_of returns its tensor in the store
+    layer: int  # the model's number; KVShard.tensor_of returns its tensor in the store
     unit_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One rank's end of a lane: how its store is cut into units."""
+class KVShard:
+    """One rank's end of a rank pair: how its store is cut into units."""
 
     layout: KVLayout  # this side's
     rank: int
-    layers: range  # the lane's, with the model's numbers
-    first_head: int  # of the lane's, counted within this rank's cache
+    layers: range  # the rank pair's, with the model's numbers
+    first_head: int  # of the rank pair's, counted within this rank's cache
     num_heads: int
     unit_tokens: int
     encoding: Encoding
@@ -97,11 +97,11 @@ class Cut:
 
     @cached_property
     def num_tensors(self) -> int:
-        """Tensors of this rank's store, including those that the lane does not use."""
+        """Tensors of this rank's store, including those that the rank pair does not use."""
         return self._groups.num_tensors
 
     def tensor_of(self, layer: int) -> int:
-        """Return the index of the store's tensor that holds the KV of one of the lane's layers."""
+        """Return the index of the store's tensor that holds the KV of one of the rank pair's layers."""
         return self._groups.tensor_of_layer[layer - self._first_layer]
 
     @cached_property
@@ -156,12 +156,13 @@ def check_table(
 
 
 def rank_pairs(source: KVLayout, target: KVLayout) -> tuple[RankPair, ...]:
-    """Return the lanes of a transfer: each unit of each layer and head of a target rank comes from one source rank.
+    """Return the rank pairs of a transfer: each unit of each layer and head of a target rank comes from one source
+    rank.
 
     Where a stage has more ranks than heads, ranks hold copies: each copy at the target is filled, and the source's
-    copies share the work. Where the source has several times as many copies as the target, each target rank has lanes
-    from several, alternating from unit to unit. Where ranks share each block's tokens, a unit goes from the rank that
-    has it to the rank that needs it. Raises ValueError where ranks can't share the heads, layers or tokens evenly.
+    copies share the work. Where the source has several times as many copies as the target, each target rank has rank
+    pairs from several, alternating from unit to unit. Where ranks share each block's tokens, a unit goes from the rank
+    that has it to the rank that needs it. Raises ValueError where ranks can't share the heads, layers or tokens evenly.
     """
     for layout in (source, target):
         small, large = sorted((layout.tp_size, layout.num_kv_heads))
@@ -185,7 +186,7 @@ def rank_pairs(source: KVLayout, target: KVLayout) -> tuple[RankPair, ...]:
 
 
 def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[RankPair]:
-    """Yield the lanes of latents from one stage where the ranks of a side have parts of blocks."""
+    """Yield the rank pairs of latents from one stage where the ranks of a side have parts of blocks."""
     unit_tokens = _unit_tokens(source, target)
     # After these tokens the pattern repeats.
     period = max(side.block_size for side in (source, target) if side.context_ranks > 1)
@@ -202,7 +203,7 @@ def _of_parts(source: KVLayout, stage: int, target: KVLayout, target_rank: int, 
 
 
 def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int, layers: range) -> Iterator[RankPair]:
-    """Yield the lanes that bring one target rank these layers, which a stage of the source has."""
+    """Yield the rank pairs that bring one target rank these layers, which a stage of the source has."""
     source_tp, target_tp, num_kv_heads = source.tp_size, target.tp_size, source.num_kv_heads
     source_copies = max(1, source_tp // num_kv_heads)  # ranks of a stage that hold the same head
     target_copies = max(1, target_tp // num_kv_heads)
@@ -218,13 +219,13 @@ def _from_stage(source: KVLayout, stage: int, target: KVLayout, target_rank: int
         first += count
 
 
-def cut_pair(pair: RankPair, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[Cut, Cut]:
+def pair_shards(pair: RankPair, source: KVLayout, target: KVLayout, encoding: Encoding) -> tuple[KVShard, KVShard]:
     """Return the pair's ends at the source and at the target."""
     unit_tokens = _unit_tokens(source, target)
 
-    def end(layout: KVLayout, rank: int) -> Cut:
+    def end(layout: KVLayout, rank: int) -> KVShard:
         first = pair.first_head - layout.first_head(rank)
-        return Cut(layout, rank, pair.layers, first, pair.num_heads, unit_tokens, encoding, pair.share)
+        return KVShard(layout, rank, pair.layers, first, pair.num_heads, unit_tokens, encoding, pair.share)
 
     return end(source, pair.source_rank), end(target, pair.target_rank)
 
@@ -247,7 +248,7 @@ def first_units(
 
 
 class ChunkPlan:
-    """Plans the chunks of a lane: every unit of its layers once, except skipped ones, and none before it is full.
+    """Plans the chunks of a rank pair: every unit of its layers once, except skipped ones, and none before it is full.
 
     For a layer with a window these are only the units that the token after the last attends to.
 

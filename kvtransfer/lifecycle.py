@@ -3,7 +3,7 @@
 Rules of this file: nothing here does I/O, waits, or knows a clock. A state and an event give the next state; a pair
 that is not in the table raises. The drivers of a transfer call `transition` first and act afterwards.
 
-The states are those of one lane (a pair of ranks); a transfer has ended once all its lanes have. An offer that arrives
+The states are those of one rank pair; a transfer has ended once all its rank pairs have. An offer that arrives
 before the request it belongs to is no transfer yet: the receiver keeps it aside.
 """
 
@@ -18,7 +18,7 @@ class IllegalTransition(TwostrokeError):
 
 
 class SenderState(Enum):
-    """The states of a lane at the source, which has the KV.
+    """The states of a rank pair at the source, which has the KV.
 
                OFFER            GRANT               COMMIT              VERIFIED
       OFFERING -----> OFFERED -----> GRANTED --------------> COMMITTED ----------> RELEASED
@@ -31,10 +31,11 @@ class SenderState(Enum):
       PEER_LOST  any state but RELEASING and RELEASED -> ABORTED; RELEASING -> RELEASED
 
     In the lower row and in ABORTING a chunk's bytes are being read from the blocks. CHUNK_BEGIN is the first chunk
-    under way, CHUNK_END the last; the lane counts those between. An ABORT waits for the chunks under way, and for the
-    peer's answer where chunks were sent: it may be reading the blocks itself, and would take other bytes for damage.
-    PEER_LOST is reported only after the link is closed, so nothing is under way then. Blocks may be freed in RELEASED
-    and ABORTED alone. RELEASING means that the peer's answer arrived before the call that sends a chunk returned.
+    under way, CHUNK_END the last; the rank pair counts those between. An ABORT waits for the chunks under way, and for
+    the peer's answer where chunks were sent: it may be reading the blocks itself, and would take other bytes for
+    damage. PEER_LOST is reported only after the link is closed, so nothing is under way then. Blocks may be freed in
+    RELEASED and ABORTED alone. RELEASING means that the peer's answer arrived before the call that sends a chunk
+    returned.
     """
 
     OFFERING = "offering"  # opened; the offer is not out yet
@@ -50,7 +51,7 @@ class SenderState(Enum):
 
 
 class ReceiverState(Enum):
-    """The states of a lane at the target, which receives the KV.
+    """The states of a rank pair at the target, which receives the KV.
 
                       OFFER            COMMIT
       AWAITING_OFFER -----> GRANTED ------------> VERIFIED

@@ -7,7 +7,7 @@ go. A link that breaks, or damages what it carries, is given up with everything 
 `tcp`, `shm`, `cuda_ipc`, `torch_distributed` (NCCL, gloo) and `nixl` stand behind it, in transports/. Registered memory
 and descriptors are a Transport's own business, and remote reads a ReceivingEnd's `receive`.
 
-Digests of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seal. They find damage, not malice:
+Checksums of chunks are xxh3-128 of the bytes on the wire, seeded with the chunk's seed. They find damage, not malice:
 tickets and the link's one-time token decide which peer may send.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import Chunk, encode_message
 from twostroke.protocol.requests import Peer
 
-DIGEST_BYTES = 16
+CHECKSUM_BYTES = 16
 _EPOCHS = struct.Struct("<QQ")
 
 
@@ -45,26 +45,26 @@ STAGING_BYTES = 2**30
 """GPU memory that all links with staging memory (NCCL's) share, unless chunks of 4 MiB need more."""
 
 
-class Staged(NamedTuple):
+class StagingNeed(NamedTuple):
     """GPU memory that links with staging memory need."""
 
     chunk_bytes: int  # at most
     total_bytes: int  # of all links, at most
 
 
-def staged(num_links: int, max_chunk_bytes: int | None = None) -> Staged:
+def staging_need(num_links: int, max_chunk_bytes: int | None = None) -> StagingNeed:
     """Return the staging memory for this many links of one rank at a time. Many links get smaller chunks."""
     wanted = max_chunk_bytes or ON_GPUS.chunk_bytes
     buffers = num_links * ON_GPUS.chunks_under_way
     chunk_bytes = min(wanted, max(ON_HOSTS.chunk_bytes, STAGING_BYTES // max(1, buffers)))
-    return Staged(chunk_bytes, buffers * chunk_bytes)
+    return StagingNeed(chunk_bytes, buffers * chunk_bytes)
 
 
 LinkParams = dict[str, str | int]
 """Parameters with which the sending side joins a prepared link: an address, a one-time token (hex), a store."""
 
 
-def chunk_seal(chunk: Chunk, source: Peer, target: Peer) -> int:
+def chunk_seed(chunk: Chunk, source: Peer, target: Peer) -> int:
     """64 bits of everything that the chunk's message says, and of both epochs.
 
     So bytes of another chunk, layer, order, request or incarnation don't fit, however whole they are.
@@ -123,7 +123,7 @@ class DeviceStore(KVStore, Protocol):
         """The layer's torch tensor, [num_blocks, ...], contiguous."""
 
 
-def pace_of(store: KVStore) -> ChunkPace:
+def link_pace(store: KVStore) -> ChunkPace:
     """Return the pace of links that begin or end at this cache."""
     return ON_GPUS if isinstance(store, DeviceStore) else ON_HOSTS
 
@@ -131,8 +131,8 @@ def pace_of(store: KVStore) -> ChunkPace:
 class LinkEnd(Protocol):
     """One end of a link, which has one direction of bytes between a pair of ranks, on stores cut as agreed.
 
-    Calls may overlap and are carried out in the order in which they are made. `seal` is a number below 2**64 that both
-    sides derive from the chunk's message: the digest that follows the bytes depends on it, so that another chunk's
+    Calls may overlap and are carried out in the order in which they are made. `seed` is a number below 2**64 that both
+    sides derive from the chunk's message: the checksum that follows the bytes depends on it, so that another chunk's
     bytes don't pass for this one's. Every method raises ConnectionLost once the link is broken. A cancelled call leaves
     the link unusable.
     """
@@ -145,26 +145,26 @@ class SendingEnd(LinkEnd, Protocol):
     """The source's end."""
 
     @property
-    def most_chunk_bytes(self) -> int | None:
+    def max_chunk_bytes(self) -> int | None:
         """Largest chunk that the link has memory for; None: it needs none."""
 
     @property
     def shortfall(self) -> str | None:
         """Reason why the link is slower than its transport can be, for people; None: none known."""
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        """Send these units, in this order, and their digest.
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
+        """Send these units, in this order, and their checksum.
 
         Returns when this side has done its part. Where the peer reads this side's memory (shm, cuda_ipc) it may still
-        do so until the transfer has ended; what it reads after that is refused by its digest or by its lease.
+        do so until the transfer has ended; what it reads after that is refused by its checksum or by its lease.
         """
 
 
 class ReceivingEnd(LinkEnd, Protocol):
     """The target's end."""
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        """Receive units into these places; returns when all bytes are written, and whether their digest holds."""
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
+        """Receive units into these places; returns when all bytes are written, and whether their checksum is right."""
 
     async def discard(self, num_units: int) -> None:
         """Receive a chunk into nowhere: its transfer was aborted here."""
@@ -194,10 +194,10 @@ class Transport(Protocol):
     def name(self) -> str:
         """Name in the configuration: `tcp`, `shm`, `torch_distributed`, `cuda_ipc`, `nixl`."""
 
-    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+    async def prepare(self, host: str, shard: KVShard) -> PendingLink:
         """Receiving side: make ready for one peer to join, reachable at `host`. Raises ConnectionLost."""
 
-    async def join(self, params: LinkParams, cut: Cut) -> SendingEnd:
+    async def join(self, params: LinkParams, shard: KVShard) -> SendingEnd:
         """Sending side: join what the peer prepared. Raises ConnectionLost."""
 
     async def close(self) -> None:

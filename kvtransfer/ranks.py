@@ -5,8 +5,8 @@ RankedReceiver like its own two. Each call goes to rank 0's own part, and to all
 the connections that the engine has, where RankTransfers repeats it. Each rank replies with TransferEnded when its part
 has ended. A transfer has succeeded when all parts have, and failed when one has.
 
-Rank 0 alone knows whether an offer has arrived: every rank of a target has a lane from each source, from whichever of
-its stages has the rank's first layer, so one arrives here too.
+Rank 0 alone knows whether an offer has arrived: every rank of a target has a rank pair from each source, from whichever
+of its stages has the rank's first layer, so one arrives here too.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class RankedSide(Generic[SideT]):
 
     @property
     def stats(self) -> TransferStats:
-        """Transfers count once; bytes, digest failures and lost links count on every rank."""
+        """Transfers count once; bytes, checksum failures and lost links count on every rank."""
         ranks = [self._own.stats, *self._stats.values()]
         return msgspec.structs.replace(
             self._total,

@@ -7,7 +7,7 @@ attempt.
 A source that is stopped for longer than its lease, and then wakes, can write nothing into blocks that were given away:
 
 - Its lease ends here, by this side's clock, without a message from it. Then this side's end of the link is closed, and
-  only after that its lanes end (PEER_LOST) and their blocks are released. Nothing writes through a closed link.
+  only after that its rank pairs end (PEER_LOST) and their blocks are released. Nothing writes through a closed link.
 - The source never decides where bytes go: it sends bytes, and this side writes them into the blocks of the current
   chunk (tcp, torch_distributed), or copies them out of the source's memory itself (shm, cuda_ipc). Bytes that a woken
   source still sends end in a closed socket or a process group that is gone.
@@ -24,11 +24,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.layout import Cut, check_table, cut_pair, rank_pairs
+from twostroke.kvtransfer.layout import KVShard, check_table, pair_shards, rank_pairs
 from twostroke.kvtransfer.lifecycle import ReceiverState
-from twostroke.kvtransfer.link import PendingLink, ReceivingEnd, chunk_seal, pace_of
+from twostroke.kvtransfer.link import PendingLink, ReceivingEnd, chunk_seed, link_pace
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, Patience, finish, run_until_lost, within
-from twostroke.kvtransfer.transfer import IncomingLane, IncomingTransfer, RankSide
+from twostroke.kvtransfer.transfer import IncomingPairTransfer, IncomingTransfer, RankSide
 from twostroke.kvtransfer.transports import TransportChoice, choose_transport
 from twostroke.protocol.errors import ConfigError, ConnectionLost, EpochMismatch, ProtocolError, TicketRefused
 from twostroke.protocol.kv_layout import incompatibility
@@ -57,7 +57,7 @@ _DAMAGED = "a chunk was damaged on its way"
 
 @dataclass(frozen=True, slots=True)
 class _PendingOffer:
-    """One lane's offer that arrived before its request, or that waits for room with it."""
+    """One rank pair's offer that arrived before its request, or that waits for room with it."""
 
     offer: Offer
     connection: "ReceiverConnection"
@@ -66,14 +66,15 @@ class _PendingOffer:
 
 @dataclass(kw_only=True, eq=False)
 class KVReceiver(RankSide):
-    """Matches offers with the requests that expect them, lane by lane, and lets their KV into reserved blocks."""
+    """Matches offers with the requests that expect them, rank pair by rank pair, and lets their KV into reserved
+    blocks."""
 
     secret: bytes
 
     def __post_init__(self) -> None:
         self._listener: Listener | None = None
         self._transfers: dict[bytes, IncomingTransfer] = {}
-        self._connections: dict[IncomingLane, ReceiverConnection] = {}  # of the lanes that were offered
+        self._connections: dict[IncomingPairTransfer, ReceiverConnection] = {}  # of the rank pairs that were offered
         self._offers: dict[bytes, dict[int, _PendingOffer]] = {}  # by transfer id, then source rank
         self._kept: set[bytes] = set()  # transfer ids of requests that wait for room
         self._expected_tickets = self.new_tickets()
@@ -133,7 +134,7 @@ class KVReceiver(RankSide):
             progress_s=self.config.progress_s,
         )
         self.stats.in_flight += 1
-        if fault is None and not transfer.lanes:
+        if fault is None and not transfer.pairs:
             fault = f"{ticket.source_cut} can't send to {self.store.layout.cut}"
         if fault is None and not self._expected_tickets.use(ticket.transfer_id):
             fault = "the ticket was used before"
@@ -144,13 +145,13 @@ class KVReceiver(RankSide):
             transfer.abort(fault)
             return transfer
         self._transfers[ticket.transfer_id] = transfer
-        lanes = transfer.lanes  # a lane that ends at once may end the transfer, which then forgets them
-        offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in lanes}
+        pairs = transfer.pairs  # a rank pair that ends at once may end the transfer, which then forgets them
+        offers = {rank: self._take_offer(ticket.transfer_id, rank) for rank in pairs}
         self._abort_offers(ticket.transfer_id, "nothing is expected of this rank")  # kept, they would wait for ever
         declined = _declined_by(ticket.source, ticket.transfer_id)
         for rank, pending in offers.items():
             if pending is not None:
-                self._match(lanes[rank], pending.offer, pending.connection)
+                self._match(pairs[rank], pending.offer, pending.connection)
             elif self._offered_tickets.was_used(ticket.transfer_id, rank) or self._declined.was_used(declined, rank):
                 transfer.abort("the source has given the transfer up already")
         return transfer
@@ -170,17 +171,17 @@ class KVReceiver(RankSide):
         self._expected_tickets.use(ticket.transfer_id)
         self._abort_offers(ticket.transfer_id, "the target has given the request up already")
 
-    # --- the lanes' calls (LaneKeeper) ---
+    # --- the rank pairs' calls (PairKeeper) ---
 
-    def gave_up(self, lane: IncomingLane, reason: str) -> None:
-        connection = self._connections.get(lane)
+    def gave_up(self, pair: IncomingPairTransfer, reason: str) -> None:
+        connection = self._connections.get(pair)
         if connection is not None:
-            connection.post(Abort(lane.ticket.transfer_id, reason))
+            connection.post(Abort(pair.ticket.transfer_id, reason))
 
-    def lane_ended(self, lane: IncomingLane) -> None:
-        connection = self._connections.pop(lane, None)
+    def pair_ended(self, pair: IncomingPairTransfer) -> None:
+        connection = self._connections.pop(pair, None)
         if connection is not None:
-            connection.lanes.pop(lane.ticket.transfer_id, None)
+            connection.pairs.pop(pair.ticket.transfer_id, None)
 
     # --- the connections' calls, which never wait ---
 
@@ -191,8 +192,8 @@ class KVReceiver(RankSide):
         if fault is None and not self._offered_tickets.use(transfer_id, rank):
             fault = "the ticket was used before"
         transfer = self._transfers.get(transfer_id)
-        lane = transfer.lanes.get(rank) if transfer is not None else None
-        if fault is None and lane is None:
+        pair = transfer.pairs.get(rank) if transfer is not None else None
+        if fault is None and pair is None:
             if transfer is not None:
                 fault = f"nothing is expected of rank {rank}"
             elif transfer_id in self._expected_tickets:
@@ -201,8 +202,8 @@ class KVReceiver(RankSide):
                 fault = "too many offers wait for their requests"
         if fault is not None:
             connection.post(Abort(transfer_id, fault))
-        elif lane is not None:
-            self._match(lane, offer, connection)
+        elif pair is not None:
+            self._match(pair, offer, connection)
         else:
             pending = _PendingOffer(offer, connection, Deadline(self.config.progress_s))
             self._limit(pending)
@@ -221,11 +222,11 @@ class KVReceiver(RankSide):
             return
         transfer = self._transfers.get(transfer_id)
         if transfer is not None:
-            lane = transfer.lanes.get(rank)
+            pair = transfer.pairs.get(rank)
             is_its_own = transfer.ticket.source == connection.source
-            if is_its_own and lane is not None and lane.state is ReceiverState.AWAITING_OFFER:
+            if is_its_own and pair is not None and pair.state is ReceiverState.AWAITING_OFFER:
                 self._offered_tickets.use(transfer_id, rank)
-                lane.peer_aborted(reason)
+                pair.peer_aborted(reason)
         elif transfer_id not in self._expected_tickets:  # whose ticket names another source has declined nothing
             self._declined.use(_declined_by(connection.source, transfer_id), rank)
             self.on_offer(transfer_id)
@@ -261,20 +262,20 @@ class KVReceiver(RankSide):
             return str(error)
         return None
 
-    def _match(self, lane: IncomingLane, offer: Offer, connection: "ReceiverConnection") -> None:
+    def _match(self, pair: IncomingPairTransfer, offer: Offer, connection: "ReceiverConnection") -> None:
         """Grant the offer, where it is what the request expects."""
-        if lane.ended or connection.cut is None:  # another lane of its transfer has failed meanwhile
+        if pair.ended or connection.shard is None:  # another rank pair of its transfer has failed meanwhile
             connection.post(Abort(offer.ticket.transfer_id, "the target has given the request up already"))
             return
-        self._connections[lane] = connection
-        connection.lanes[lane.ticket.transfer_id] = lane
-        if offer.ticket != lane.ticket:
-            lane.abort("the offer's ticket is not the request's")
-        elif offer.num_tokens != lane.transfer.num_tokens:
-            lane.abort(f"{offer.num_tokens} tokens are offered, {lane.transfer.num_tokens} expected")
+        self._connections[pair] = connection
+        connection.pairs[pair.ticket.transfer_id] = pair
+        if offer.ticket != pair.ticket:
+            pair.abort("the offer's ticket is not the request's")
+        elif offer.num_tokens != pair.transfer.num_tokens:
+            pair.abort(f"{offer.num_tokens} tokens are offered, {pair.transfer.num_tokens} expected")
         else:
-            lane.granted(connection.cut)
-            connection.post(Grant(lane.ticket.transfer_id, lane.transfer.skip_tokens))
+            pair.granted(connection.shard)
+            connection.post(Grant(pair.ticket.transfer_id, pair.transfer.skip_tokens))
 
     def _transfer_ended(self, transfer: IncomingTransfer) -> None:
         if self._transfers.get(transfer.ticket.transfer_id) is transfer:
@@ -312,7 +313,7 @@ class KVReceiver(RankSide):
 
 
 class ReceiverConnection:
-    """The control connection from one rank of a source to this rank, its data link, and the lanes on both.
+    """The control connection from one rank of a source to this rank, its data link, and the rank pairs on both.
 
     Control messages are read at once, and chunks are left to the link: a slow transfer delays no pings, offers or
     aborts behind it.
@@ -322,8 +323,8 @@ class ReceiverConnection:
         """`host` is where the source can reach a link of this rank."""
         self.source = Peer("", 0)  # until its Hello, as are the next two
         self.source_rank = -1
-        self.cut: Cut | None = None
-        self.lanes: dict[bytes, IncomingLane] = {}  # by transfer id
+        self.shard: KVShard | None = None
+        self.pairs: dict[bytes, IncomingPairTransfer] = {}  # by transfer id
         self._receiver = receiver
         self._connection = connection
         self._host = host
@@ -332,27 +333,27 @@ class ReceiverConnection:
         self._announced = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until the connection or its link is lost or this is cancelled; then end every lane left."""
+        """Serve until the connection or its link is lost or this is cancelled; then end every rank pair left."""
         reason = "the target is closing"
         try:
             hello = await within(self._receiver.config.lease_s, self._connection.receive(), "the source's hello")
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"a connection does not begin with {type(hello).__name__}")
             try:
-                kv, cut = self._fit(hello)
+                kv, shard = self._fit(hello)
                 self._choose(kv, kv.without)
             except ConfigError as refusal:
                 self._connection.send(Refuse(str(refusal)))
                 await self._connection.drain()
                 return
-            self.source, self.source_rank, self.cut = hello.sender, kv.rank, cut
-            reason = await run_until_lost(self._listen(cut), self._carry(kv, cut), self._control.watch())
+            self.source, self.source_rank, self.shard = hello.sender, kv.rank, shard
+            reason = await run_until_lost(self._listen(shard), self._carry(kv, shard), self._control.watch())
         except ConnectionLost as lost:
             reason = str(lost)
         finally:  # the link is closed here
             self._receiver.connection_lost(self)
-            for lane in tuple(self.lanes.values()):
-                lane.peer_lost(reason)
+            for pair in tuple(self.pairs.values()):
+                pair.peer_lost(reason)
 
     def post(self, message: Message) -> None:
         """Send `message`, if the connection still stands; never waits."""
@@ -360,8 +361,8 @@ class ReceiverConnection:
 
     # --- the control connection ---
 
-    def _fit(self, hello: Hello) -> tuple[KVHello, Cut]:
-        """Return the hello's KV part and our end of the lane. Raises ConfigError with both sides' values."""
+    def _fit(self, hello: Hello) -> tuple[KVHello, KVShard]:
+        """Return the hello's KV part and our end of the rank pair. Raises ConfigError with both sides' values."""
         ours = self._receiver.store.layout
         if hello.receiver != self._receiver.peer:
             raise ConfigError(f"you look for {_name(hello.receiver)}, and this is {_name(self._receiver.peer)}")
@@ -373,7 +374,7 @@ class ReceiverConnection:
             raise ConfigError(fault)
         for pair in rank_pairs(kv.layout, ours):
             if (pair.source_rank, pair.target_rank) == (kv.rank, self._receiver.store.rank):
-                return kv, cut_pair(pair, kv.layout, ours, kv.encoding)[1]
+                return kv, pair_shards(pair, kv.layout, ours, kv.encoding)[1]
         raise ConfigError(
             f"rank {kv.rank} of {kv.layout.num_ranks} has nothing for rank {self._receiver.store.rank} of "
             f"{ours.num_ranks}"
@@ -383,7 +384,7 @@ class ReceiverConnection:
         """Choose a transport. Raises ConfigError where the pair has none in common."""
         return choose_transport(kv.reach, self._receiver.transports.reach, kv.encoding, without)
 
-    async def _listen(self, cut: Cut) -> None:
+    async def _listen(self, shard: KVShard) -> None:
         while True:
             message = await self._control.receive()
             match message:
@@ -392,14 +393,14 @@ class ReceiverConnection:
                 case Offer():
                     self._receiver.offered(self, message)
                 case Chunk():
-                    self._announce(message, cut)
+                    self._announce(message, shard)
                 case Commit(transfer_id=transfer_id):
-                    lane = self.lanes.get(transfer_id)
-                    if lane is not None and (verified := lane.commit(message)) is not None:
+                    pair = self.pairs.get(transfer_id)
+                    if pair is not None and (verified := pair.commit(message)) is not None:
                         self.post(verified)
                 case Abort(transfer_id=transfer_id, reason=reason):
-                    if (lane := self.lanes.get(transfer_id)) is not None:
-                        lane.peer_aborted(f"the source gave up: {reason}")
+                    if (pair := self.pairs.get(transfer_id)) is not None:
+                        pair.peer_aborted(f"the source gave up: {reason}")
                         # The source keeps its blocks until then: bytes of others would pass for damage.
                         self.post(Abort(transfer_id, "the target has heard it"))
                     else:
@@ -408,32 +409,32 @@ class ReceiverConnection:
                     raise ProtocolError(f"a source does not send {type(message).__name__}")
             await self._control.drain()  # a source that reads no answers gets no further messages read
 
-    def _announce(self, chunk: Chunk, cut: Cut) -> None:
+    def _announce(self, chunk: Chunk, shard: KVShard) -> None:
         """Queue a chunk that arrives over the link next. Raises ProtocolError where its length can't be right."""
         num_units = sum(run.num_units for run in chunk.runs)
         if len(self._chunks) >= self._receiver.config.max_queued_messages:
             raise ProtocolError("the source runs ahead of its bytes")
-        if len(chunk.runs) > len(cut.layers):  # a layer's next units are one run
+        if len(chunk.runs) > len(shard.layers):  # a layer's next units are one run
             raise ProtocolError(f"a chunk of {len(chunk.runs)} runs can't be")
-        most = len(cut.layers) * self._receiver.store.num_blocks * cut.units_per_block
+        most = len(shard.layers) * self._receiver.store.num_blocks * shard.units_per_block
         if not all(run.num_units > 0 for run in chunk.runs) or not 0 < num_units <= most:
             raise ProtocolError(f"a chunk of {num_units} units can't be")
-        if chunk.num_bytes != num_units * cut.unit_bytes:
+        if chunk.num_bytes != num_units * shard.unit_bytes:
             raise ProtocolError(f"{num_units} units can't be {chunk.num_bytes} bytes")
-        lane = self.lanes.get(chunk.transfer_id)
-        if lane is not None:
-            lane.announce(chunk)
+        pair = self.pairs.get(chunk.transfer_id)
+        if pair is not None:
+            pair.announce(chunk)
         self._chunks.append(chunk)
         self._announced.set()
 
     # --- the data link ---
 
-    async def _carry(self, kv: KVHello, cut: Cut) -> None:
+    async def _carry(self, kv: KVHello, shard: KVShard) -> None:
         """Prepare the link, welcome the source, and receive until the link is lost, which raises ConnectionLost.
 
         The link is closed then.
         """
-        choice, pending = await self._prepare(kv, cut)
+        choice, pending = await self._prepare(kv, shard)
         try:
             kv_welcome = KVWelcome(
                 self._receiver.store.layout,
@@ -446,7 +447,7 @@ class ReceiverConnection:
             self.post(Welcome(self._receiver.peer, kv_welcome))
             link = await pending.established()
             patience = Patience(self._receiver.config.lease_s)
-            movers = [self._move(link, patience) for _ in range(pace_of(self._receiver.store).chunks_under_way)]
+            movers = [self._move(link, patience) for _ in range(link_pace(self._receiver.store).chunks_under_way)]
             try:
                 reason = await run_until_lost(*movers)
                 if reason != _DAMAGED:  # which was sent already
@@ -460,13 +461,13 @@ class ReceiverConnection:
         logger.warning("lost the %s link from %s: %s", choice.transport, self.source, reason)
         raise ConnectionLost(reason)
 
-    async def _prepare(self, kv: KVHello, cut: Cut) -> tuple[TransportChoice, PendingLink]:
+    async def _prepare(self, kv: KVHello, shard: KVShard) -> tuple[TransportChoice, PendingLink]:
         """Prepare a link by the best transport that works here and is not to be avoided. Raises ConnectionLost."""
         without = kv.without
         while True:
             choice = self._choose(kv, without)
             try:
-                return choice, await self._receiver.transports.by_name[choice.transport].prepare(self._host, cut)
+                return choice, await self._receiver.transports.by_name[choice.transport].prepare(self._host, shard)
             except ConnectionLost as lost:
                 if choice.transport in without:
                     raise
@@ -481,22 +482,22 @@ class ReceiverConnection:
                 await self._announced.wait()
                 continue
             chunk = self._chunks.popleft()
-            lane = self.lanes.get(chunk.transfer_id)
-            segments = lane.begin_chunk(chunk) if lane is not None else None
-            if lane is None or segments is None:
+            pair = self.pairs.get(chunk.transfer_id)
+            segments = pair.begin_chunk(chunk) if pair is not None else None
+            if pair is None or segments is None:
                 num_units = sum(run.num_units for run in chunk.runs)
                 await patience.wait(link.discard(num_units), "discarding a chunk")
                 continue
-            seal = chunk_seal(chunk, self.source, self._receiver.peer)
-            is_intact = await patience.wait(link.receive(segments, seal), "receiving a chunk")
+            seed = chunk_seed(chunk, self.source, self._receiver.peer)
+            has_right_checksum = await patience.wait(link.receive(segments, seed), "receiving a chunk")
             self._receiver.stats.bytes += chunk.num_bytes
-            if lane.takes_chunks and not is_intact:  # else the source may have given the blocks to others
+            if pair.takes_chunks and not has_right_checksum:  # else the source may have given the blocks to others
                 self._receiver.stats.digest_failures += 1
-                self.post(Refuse(_DAMAGED))  # before the lane's Abort: or the source begins another transfer here
-            verified = lane.end_chunk(chunk, is_intact=is_intact)
+                self.post(Refuse(_DAMAGED))  # before the rank pair's Abort: or the source begins another transfer here
+            verified = pair.end_chunk(chunk, has_right_checksum=has_right_checksum)
             if verified is not None:
                 self.post(verified)
-            if lane.is_damaged:
+            if pair.is_damaged:
                 raise ConnectionLost(_DAMAGED)
 
 

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
-from twostroke.kvtransfer.layout import Cut, RankPair, cut_pair, rank_pairs
+from twostroke.kvtransfer.layout import KVShard, RankPair, pair_shards, rank_pairs
 from twostroke.kvtransfer.lifecycle import IllegalTransition, SenderState
-from twostroke.kvtransfer.link import SendingEnd, chunk_seal, pace_of
+from twostroke.kvtransfer.link import SendingEnd, chunk_seed, link_pace
 from twostroke.kvtransfer.timeouts import LeasedConnection, Patience, all_ended, finish, run_until_lost, within
-from twostroke.kvtransfer.transfer import OutgoingLane, OutgoingTransfer, RankSide
+from twostroke.kvtransfer.transfer import OutgoingPairTransfer, OutgoingTransfer, RankSide
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
 from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.messages import (
@@ -70,7 +70,7 @@ class KVSender(RankSide):
         block_ids: Sequence[int],
         num_ready_tokens: int,
         *,
-        least_skip_tokens: int = 0,
+        min_skip_tokens: int = 0,
     ) -> OutgoingTransfer:
         """Begin a transfer of the KV of `num_tokens` tokens; never waits, and needs a running event loop.
 
@@ -92,7 +92,7 @@ class KVSender(RankSide):
             tuple(block_ids[:num_blocks]),
             num_tokens,
             num_ready_tokens,
-            least_skip_tokens=least_skip_tokens,
+            min_skip_tokens=min_skip_tokens,
             groups=groups,
             layers=layout.layers_of(self.store.rank),
             on_ended=self._transfer_ended,
@@ -110,7 +110,7 @@ class KVSender(RankSide):
             return transfer
         for pair in pairs:
             connection = self._connection(ticket, pair)
-            connection.add(transfer.add_lane(pair.target_rank, pair.layers, connection))
+            connection.add(transfer.add_pair(pair.target_rank, pair.layers, connection))
         return transfer
 
     def decline_transfer(self, ticket: Ticket, reason: str) -> None:
@@ -183,11 +183,11 @@ class KVSender(RankSide):
 
 
 class SenderConnection:
-    """The control connection from this rank to one rank of a target, its data link, and the lanes on both.
+    """The control connection from this rank to one rank of a target, its data link, and the rank pairs on both.
 
-    Lanes take turns by chunk: a short prompt waits for at most one chunk of each other. A chunk's message goes out just
-    before its bytes, so control connection and link stay in step whatever is aborted in between. The commit goes out
-    right behind the last chunk's message.
+    Rank pairs take turns by chunk: a short prompt waits for at most one chunk of each other. A chunk's message goes out
+    just before its bytes, so control connection and link stay in step whatever is aborted in between. The commit goes
+    out right behind the last chunk's message.
     """
 
     def __init__(self, sender: KVSender, target: Peer, address: Address, pair: RankPair, without: tuple[str, ...]):
@@ -199,20 +199,20 @@ class SenderConnection:
         self._sender = sender
         self._pair = pair
         self._without = without
-        self._lanes: dict[bytes, OutgoingLane] = {}
+        self._pairs: dict[bytes, OutgoingPairTransfer] = {}
         self._declined: list[Abort] = []  # sent once the connection is welcomed
         self._control: LeasedConnection | None = None  # set once the peer has welcomed us, as is the cut
-        self._cut: Cut | None = None
+        self._shard: KVShard | None = None
         self._has_carried = False  # a chunk
-        self._line: dict[OutgoingLane, None] = {}  # those with a chunk to send, in turn
+        self._line: dict[OutgoingPairTransfer, None] = {}  # those with a chunk to send, in turn
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
 
-    def add(self, lane: OutgoingLane) -> None:
-        """Offer `lane`, now or once the connection is welcomed."""
-        self._lanes[lane.ticket.transfer_id] = lane
+    def add(self, pair: OutgoingPairTransfer) -> None:
+        """Offer `pair`, now or once the connection is welcomed."""
+        self._pairs[pair.ticket.transfer_id] = pair
         if self._control is not None:
-            self._offer(self._control, lane)
+            self._offer(self._control, pair)
 
     def decline(self, transfer_id: bytes, reason: str) -> None:
         """Tell the target that no KV will be sent, now or once the connection is welcomed."""
@@ -222,7 +222,8 @@ class SenderConnection:
             self._declined.append(Abort(transfer_id, reason))
 
     async def run(self) -> None:
-        """Connect and serve until the connection or its link is lost or this is cancelled; then end every lane left."""
+        """Connect and serve until the connection or its link is lost or this is cancelled; then end every rank pair
+        left."""
         connection: Connection | None = None
         reason = "the source is closing"
         try:
@@ -231,8 +232,8 @@ class SenderConnection:
             )
             welcome = await within(self._sender.config.lease_s, self._greet(connection), "the target's welcome")
             control = self._control = LeasedConnection(connection, self._sender.clock, self._sender.config.lease_s)
-            cut = self._begin(control, welcome)
-            parts = [self._listen(control), self._carry(control, welcome, cut), control.watch()]
+            shard = self._begin(control, welcome)
+            parts = [self._listen(control), self._carry(control, welcome, shard), control.watch()]
             if self._without and welcome.transport not in self._without:
                 parts.append(self._stand_in())
             reason = await run_until_lost(*(self._forgotten_with(part) for part in parts))
@@ -254,30 +255,30 @@ class SenderConnection:
             raise
 
     def abandon(self, reason: str) -> None:
-        """End every lane left. Only where `run` has ended, or never began: nothing is under way."""
-        for lane in tuple(self._lanes.values()):
-            lane.peer_lost(reason)
+        """End every rank pair left. Only where `run` has ended, or never began: nothing is under way."""
+        for pair in tuple(self._pairs.values()):
+            pair.peer_lost(reason)
 
-    # --- the lanes' calls (LaneCarrier) ---
+    # --- the rank pairs' calls (PairCarrier) ---
 
-    def has_work(self, lane: OutgoingLane) -> None:
-        """Let `lane` send its commit now, and a chunk in its turn."""
+    def has_work(self, pair: OutgoingPairTransfer) -> None:
+        """Let `pair` send its commit now, and a chunk in its turn."""
         if self._control is None:
             return
-        commit = lane.take_commit()
+        commit = pair.take_commit()
         if commit is not None:
             self._control.post(commit)
-        if lane.has_chunk:
-            self._line[lane] = None
+        if pair.has_chunk:
+            self._line[pair] = None
             self._work.set()
 
-    def gave_up(self, lane: OutgoingLane, reason: str) -> None:
-        self.decline(lane.ticket.transfer_id, reason)
+    def gave_up(self, pair: OutgoingPairTransfer, reason: str) -> None:
+        self.decline(pair.ticket.transfer_id, reason)
 
-    def lane_ended(self, lane: OutgoingLane) -> None:
-        self._lanes.pop(lane.ticket.transfer_id, None)
-        self._line.pop(lane, None)
-        if not self._lanes:
+    def pair_ended(self, pair: OutgoingPairTransfer) -> None:
+        self._pairs.pop(pair.ticket.transfer_id, None)
+        self._line.pop(pair, None)
+        if not self._pairs:
             self._idle.set()
 
     # --- the control connection ---
@@ -300,21 +301,21 @@ class SenderConnection:
             raise ProtocolError(f"the target welcomes what does not fit: {fault}")
         return answer.kv
 
-    def _begin(self, control: LeasedConnection, welcome: KVWelcome) -> Cut:
-        """Send the offers and declines that were waiting for the welcome. Return our end of the lane."""
-        cut = self._cut = cut_pair(self._pair, self._sender.store.layout, welcome.layout, self._sender.config.encoding)[
-            0
-        ]
-        for lane in tuple(self._lanes.values()):
-            self._offer(control, lane)
+    def _begin(self, control: LeasedConnection, welcome: KVWelcome) -> KVShard:
+        """Send the offers and declines that were waiting for the welcome. Return our end of the rank pair."""
+        shard = self._shard = pair_shards(
+            self._pair, self._sender.store.layout, welcome.layout, self._sender.config.encoding
+        )[0]
+        for pair in tuple(self._pairs.values()):
+            self._offer(control, pair)
         for abort in self._declined:
             control.post(abort)
         self._declined.clear()
-        return cut
+        return shard
 
-    def _offer(self, control: LeasedConnection, lane: OutgoingLane) -> None:
-        control.post(Offer(lane.ticket, lane.transfer.num_tokens))
-        lane.offered()
+    def _offer(self, control: LeasedConnection, pair: OutgoingPairTransfer) -> None:
+        control.post(Offer(pair.ticket, pair.transfer.num_tokens))
+        pair.offered()
 
     async def _listen(self, control: LeasedConnection) -> None:
         while True:
@@ -327,58 +328,58 @@ class SenderConnection:
             case Refuse(reason=reason):
                 raise ConnectionLost(f"the target ended the connection: {reason}")
             case Awaited(transfer_id=transfer_id):
-                if (lane := self._lanes.get(transfer_id)) is not None:
-                    lane.awaited()
+                if (pair := self._pairs.get(transfer_id)) is not None:
+                    pair.awaited()
             case Grant() | Verified():
-                lane = self._lanes.get(message.transfer_id)
-                if lane is None:
+                pair = self._pairs.get(message.transfer_id)
+                if pair is None:
                     return
-                if lane.state is not SenderState.ABORTING:
-                    self._answer(lane, message)
-                elif isinstance(message, Verified):  # which crosses our abort of the lane, and is no fault
-                    lane.peer_aborted("the target has everything already")
+                if pair.state is not SenderState.ABORTING:
+                    self._answer(pair, message)
+                elif isinstance(message, Verified):  # which crosses our abort of the rank pair, and is no fault
+                    pair.peer_aborted("the target has everything already")
             case Abort(transfer_id=transfer_id, reason=reason):
-                if (lane := self._lanes.get(transfer_id)) is not None:
-                    lane.peer_aborted(f"the target gave up: {reason}")
+                if (pair := self._pairs.get(transfer_id)) is not None:
+                    pair.peer_aborted(f"the target gave up: {reason}")
             case _:
                 raise ProtocolError(f"a target does not send {type(message).__name__}")
 
-    def _answer(self, lane: OutgoingLane, message: Grant | Verified) -> None:
-        """Pass the peer's answer to its lane; an invalid answer ends this transfer alone."""
+    def _answer(self, pair: OutgoingPairTransfer, message: Grant | Verified) -> None:
+        """Pass the peer's answer to its rank pair; an invalid answer ends this transfer alone."""
         try:
             if isinstance(message, Verified):
-                lane.verified()
-            elif self._cut is not None:
-                lane.granted(self._cut, message.skip_tokens)
+                pair.verified()
+            elif self._shard is not None:
+                pair.granted(self._shard, message.skip_tokens)
         except (IllegalTransition, ValueError) as error:
-            lane.abort(f"the target broke the protocol: {error}")
+            pair.abort(f"the target broke the protocol: {error}")
 
     async def _stand_in(self) -> None:
         """Raise ConnectionLost after SECOND_BEST_S, once idle: the next transfer tries the better transport again."""
         await asyncio.sleep(SECOND_BEST_S)
-        while self._lanes:
+        while self._pairs:
             self._idle.clear()
             await self._idle.wait()
         raise ConnectionLost("a better transport is tried again")
 
     # --- the data link ---
 
-    async def _carry(self, control: LeasedConnection, welcome: KVWelcome, cut: Cut) -> None:
+    async def _carry(self, control: LeasedConnection, welcome: KVWelcome, shard: KVShard) -> None:
         """Join the link and send over it until it is lost, which raises ConnectionLost; it is closed then."""
         transport = self._sender.transports.by_name.get(welcome.transport)
         if transport is None:
             raise ProtocolError(f"the target chose the transport {welcome.transport}, which this worker has not")
         self.unfit_transport = welcome.transport  # until joined: the connection may be lost before we hear of the link
         try:
-            link = await transport.join(welcome.link, cut)
+            link = await transport.join(welcome.link, shard)
         except ConnectionLost as lost:
             raise self._lost(f"the {welcome.transport} link can't be joined: {lost}", welcome) from lost
         self.unfit_transport = None
         missing = welcome.missing if link.shortfall is None else (*welcome.missing, link.shortfall)
         self.report = LinkReport(self.target, welcome.transport, welcome.why, missing)
-        pace = pace_of(self._sender.store)
+        pace = link_pace(self._sender.store)
         chunk_bytes = self._sender.config.max_chunk_bytes or pace.chunk_bytes
-        max_units = max(1, min(chunk_bytes, link.most_chunk_bytes or chunk_bytes) // cut.unit_bytes)
+        max_units = max(1, min(chunk_bytes, link.max_chunk_bytes or chunk_bytes) // shard.unit_bytes)
         patience = Patience(self._sender.config.lease_s)
         movers = [self._move(control, link, patience, max_units) for _ in range(pace.chunks_under_way)]
         try:
@@ -391,25 +392,25 @@ class SenderConnection:
         raise broken
 
     async def _move(self, control: LeasedConnection, link: SendingEnd, patience: Patience, max_units: int) -> None:
-        """Send the lanes' chunks in turn, one at a time. Raises ConnectionLost when the link breaks."""
+        """Send the rank pairs' chunks in turn, one at a time. Raises ConnectionLost when the link breaks."""
         while True:
             await control.drain()
             if not self._line:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            lane = next(iter(self._line))
-            del self._line[lane]
-            chunk = lane.begin_chunk(max_units)
+            pair = next(iter(self._line))
+            del self._line[pair]
+            chunk = pair.begin_chunk(max_units)
             if chunk is None:
                 continue
             control.post(chunk)
-            self.has_work(lane)  # at the end of the line
-            seal = chunk_seal(chunk, self._sender.peer, self.target)
-            await patience.wait(link.send(lane.segments(chunk), seal), "sending a chunk")
+            self.has_work(pair)  # at the end of the line
+            seed = chunk_seed(chunk, self._sender.peer, self.target)
+            await patience.wait(link.send(pair.segments(chunk), seed), "sending a chunk")
             self._has_carried = True
             self._sender.stats.bytes += chunk.num_bytes
-            lane.end_chunk()
+            pair.end_chunk()
 
     def _lost(self, reason: str, welcome: KVWelcome) -> ConnectionLost:
         self._sender.stats.links_lost += 1

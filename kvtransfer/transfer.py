@@ -1,9 +1,9 @@
-"""A transfer on either side, and its lanes: the part that goes from one rank of the source to one rank of the target.
+"""A transfer on either side, and its parts on rank pairs: what goes from one rank of the source to one of the target.
 
-No I/O here. On the sending side the lane's connection asks for the next chunk, and sends it. On the receiving side it
-asks for the places of bytes, reports those that have arrived, and posts the lane's answers.
+No I/O here. On the sending side the rank pair's connection asks for the next chunk, and sends it. On the receiving side
+it asks for the places of bytes, reports those that have arrived, and posts the rank pair's answers.
 
-A transfer succeeds once every lane has; a lane that fails ends the others. Its states are in lifecycle.py.
+A transfer succeeds once every rank pair has; a rank pair that fails ends the others. Its states are in lifecycle.py.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import ChunkPlan, Cut, Segment, first_units
+from twostroke.kvtransfer.layout import ChunkPlan, KVShard, Segment, first_units
 from twostroke.kvtransfer.lifecycle import (
     ENDS,
     VERIFIED_BY_PEER,
@@ -35,21 +35,21 @@ from twostroke.protocol.stats import TransferStats
 S = TypeVar("S", SenderState, ReceiverState)
 
 
-class LaneKeeper(Protocol):
-    """The owner of a lane's connection, as lanes see it. No call waits; all are on the event loop."""
+class PairKeeper(Protocol):
+    """The owner of a rank pair's connection, as rank pairs see it. No call waits; all are on the event loop."""
 
-    def gave_up(self, lane: Any, reason: str) -> None:
-        """Tell the peer that the lane was aborted on this side."""
+    def gave_up(self, pair: Any, reason: str) -> None:
+        """Tell the peer that the rank pair was aborted on this side."""
 
-    def lane_ended(self, lane: Any) -> None:
-        """Forget the lane: the blocks are not touched for it any more."""
+    def pair_ended(self, pair: Any) -> None:
+        """Forget the rank pair: the blocks are not touched for it any more."""
 
 
-class LaneCarrier(LaneKeeper, Protocol):
-    """The connection of a sending lane, as the lane sees it."""
+class PairCarrier(PairKeeper, Protocol):
+    """The connection of a sending rank pair, as the rank pair sees it."""
 
-    def has_work(self, lane: "OutgoingLane") -> None:
-        """Send a chunk or the commit of the lane, in its turn."""
+    def has_work(self, pair: "OutgoingPairTransfer") -> None:
+        """Send a chunk or the commit of the rank pair, in its turn."""
 
 
 class TransferCompletion:
@@ -91,7 +91,7 @@ class TransferCompletion:
 class Transfer(TransferCompletion):
     """KV of one request on its way from or into these blocks."""
 
-    lanes: Mapping[int, "LaneTransfer[Any]"]  # by the peer's rank
+    pairs: Mapping[int, "PairTransfer[Any]"]  # by the peer's rank
 
     def __init__(
         self,
@@ -113,27 +113,27 @@ class Transfer(TransferCompletion):
         if self.ended or self.failure is not None:
             return
         self.failure = reason
-        for lane in self.lanes.values():
-            lane.abort(reason)
+        for pair in self.pairs.values():
+            pair.abort(reason)
         self.look_for_end()
 
     def look_for_end(self) -> None:
-        """End the transfer where its last lane has ended."""
-        if not self.ended and all(lane.ended for lane in self.lanes.values()):
+        """End the transfer where its last rank pair has ended."""
+        if not self.ended and all(pair.ended for pair in self.pairs.values()):
             self._over.set()
             self._on_ended(self)
-            self.lanes = {}  # they know their transfer: a cycle would be left to the collection of garbage
+            self.pairs = {}  # they know their transfer: a cycle would be left to the collection of garbage
 
 
-class LaneTransfer(Generic[S]):
-    """The transfer on one lane: its state. Its deadline runs while it is the peer's turn to make a step."""
+class PairTransfer(Generic[S]):
+    """The transfer on one rank pair: its state. Its deadline runs while it is the peer's turn to make a step."""
 
-    def __init__(self, transfer: Transfer, state: S, keeper: LaneKeeper, progress_s: float):
+    def __init__(self, transfer: Transfer, state: S, keeper: PairKeeper, progress_s: float):
         self.transfer = transfer
         self.ticket = transfer.ticket
         self.state: S = state
         self._keeper = keeper
-        self._cut: Cut | None = None  # until granted
+        self._shard: KVShard | None = None  # until granted
         self._num_under_way = 0  # chunks
         self._has_failed = False
         self._deadline = Deadline(progress_s)
@@ -141,25 +141,25 @@ class LaneTransfer(Generic[S]):
 
     @property
     def ended(self) -> bool:
-        """True once the blocks are not touched for this lane any more."""
+        """True once the blocks are not touched for this rank pair any more."""
         return self.state in ENDS
 
     def abort(self, reason: str) -> None:
-        """Give the lane and its transfer up and tell the peer. Any time, any number of times."""
+        """Give the rank pair and its transfer up and tell the peer. Any time, any number of times."""
         self._end(TransferEvent.ABORT, reason, tell_peer=True)
 
     def peer_aborted(self, reason: str) -> None:
-        """End the lane, which the peer has given up."""
+        """End the rank pair, which the peer has given up."""
         self.transfer.is_given_up |= not self._has_failed and not self.ended
         self._end(TransferEvent.ABORT, reason, tell_peer=False)
 
     def peer_lost(self, reason: str) -> None:
-        """End the lane, whose connection is lost and whose link is closed."""
+        """End the rank pair, whose connection is lost and whose link is closed."""
         self._end(TransferEvent.PEER_LOST, reason, tell_peer=False)
 
     def segments(self, chunk: Chunk) -> tuple[Segment, ...]:
         """Return the places of the chunk's units."""
-        return () if self._cut is None else self._cut.segments(chunk.runs, self.transfer.block_ids)
+        return () if self._shard is None else self._shard.segments(chunk.runs, self.transfer.block_ids)
 
     def _begin_one(self) -> None:
         """Note a chunk under way: its blocks are touched until `_end_one`."""
@@ -174,11 +174,11 @@ class LaneTransfer(Generic[S]):
 
     @property
     def _is_awaited(self) -> bool:
-        """True while the lane is given up, and the peer may still touch the blocks."""
+        """True while the rank pair is given up, and the peer may still touch the blocks."""
         return False
 
     def _late(self) -> str:
-        """Return why a lane ends whose deadline has passed."""
+        """Return why a rank pair ends whose deadline has passed."""
         raise NotImplementedError
 
     def _expire(self) -> None:
@@ -191,7 +191,7 @@ class LaneTransfer(Generic[S]):
             self._has_failed = True
             if tell_peer:
                 self._keeper.gave_up(self, reason)
-            self.transfer.fail(reason)  # which may abort this lane too
+            self.transfer.fail(reason)  # which may abort this rank pair too
         if not self.ended:
             self._apply(event)
 
@@ -199,7 +199,7 @@ class LaneTransfer(Generic[S]):
         self.state = transition(self.state, event)
         if self.ended:
             self._deadline.stop()
-            self._keeper.lane_ended(self)
+            self._keeper.pair_ended(self)
             self.transfer.look_for_end()
 
 
@@ -210,8 +210,8 @@ class OutgoingTransfer(Transfer):
     """KV of one request on its way to another worker.
 
     The worker calls `layer_ready`, `commit` and `abort`, and awaits `done`. Once the transfer has ended, the first
-    three do nothing: the worker learns of the end by `done` alone. A rank whose heads other ranks send has no lane, and
-    is done by `commit`.
+    three do nothing: the worker learns of the end by `done` alone. A rank whose heads other ranks send has no rank
+    pair, and is done by `commit`.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class OutgoingTransfer(Transfer):
         num_tokens: int,
         num_ready_tokens: int,
         *,
-        least_skip_tokens: int = 0,
+        min_skip_tokens: int = 0,
         groups: KVGroups,
         layers: range,
         on_ended: Callable[["OutgoingTransfer"], None],
@@ -229,19 +229,19 @@ class OutgoingTransfer(Transfer):
         progress_s: float,
     ):
         super().__init__(ticket, block_ids, num_tokens, on_ended=on_ended, clock=clock)
-        self.lanes: dict[int, OutgoingLane] = {}
-        self.least_skip_tokens = least_skip_tokens
+        self.pairs: dict[int, OutgoingPairTransfer] = {}
+        self.min_skip_tokens = min_skip_tokens
         self._num_ready_tokens = num_ready_tokens
         self._groups = groups
         self._progress_s = progress_s
-        self._plan = self._new_plan(layers)  # knows what is ready, whatever the lanes have sent
+        self._plan = self._new_plan(layers)  # knows what is ready, whatever the rank pairs have sent
         self._is_committed = False
 
-    def add_lane(self, target_rank: int, layers: range, carrier: LaneCarrier) -> "OutgoingLane":
-        """Add a lane with these layers. All lanes are added before any other call."""
-        lane = OutgoingLane(self, self._new_plan(layers), carrier, self._progress_s)
-        self.lanes[target_rank] = lane
-        return lane
+    def add_pair(self, target_rank: int, layers: range, carrier: PairCarrier) -> "OutgoingPairTransfer":
+        """Add a rank pair with these layers. All rank pairs are added before any other call."""
+        pair = OutgoingPairTransfer(self, self._new_plan(layers), carrier, self._progress_s)
+        self.pairs[target_rank] = pair
+        return pair
 
     def windows_moved(self, block_ids: Sequence[int]) -> None:
         """Update the block table of windows that have moved on. Never waits.
@@ -258,8 +258,8 @@ class OutgoingTransfer(Transfer):
         if self.ended:
             return
         self._plan.add_ready(layer, num_tokens)
-        for lane in self.lanes.values():
-            lane.layer_ready(layer, num_tokens)
+        for pair in self.pairs.values():
+            pair.layer_ready(layer, num_tokens)
 
     def commit(self, first_token: SampledToken | None) -> None:
         """Commit, with the first token (None: the KV is a prefix only), once all layers are ready. Never waits.
@@ -273,8 +273,8 @@ class OutgoingTransfer(Transfer):
         if self._is_committed:
             raise ValueError("a transfer can't be committed twice")
         self._is_committed = True
-        for lane in self.lanes.values():
-            lane.commit(first_token)
+        for pair in self.pairs.values():
+            pair.commit(first_token)
         self.look_for_end()
 
     async def done(self) -> None:
@@ -286,7 +286,7 @@ class OutgoingTransfer(Transfer):
 
     def fail(self, reason: str) -> None:
         """Fail the transfer, unless the peer has everything already."""
-        if not (self._is_committed and all(lane.state in VERIFIED_BY_PEER for lane in self.lanes.values())):
+        if not (self._is_committed and all(pair.state in VERIFIED_BY_PEER for pair in self.pairs.values())):
             super().fail(reason)
 
     def look_for_end(self) -> None:
@@ -299,16 +299,16 @@ class OutgoingTransfer(Transfer):
         )
 
 
-class OutgoingLane(LaneTransfer[SenderState]):
-    """The sending end of a lane: the next chunk, and the commit.
+class OutgoingPairTransfer(PairTransfer[SenderState]):
+    """The sending end of a rank pair: the next chunk, and the commit.
 
     Its deadline runs until the peer has granted, or answered that its request waits for room, and again until the peer
-    has verified, or has heard that the lane is given up. While the prompt is computed, the peer's deadline runs.
+    has verified, or has heard that the rank pair is given up. While the prompt is computed, the peer's deadline runs.
     """
 
     transfer: OutgoingTransfer
 
-    def __init__(self, transfer: OutgoingTransfer, plan: ChunkPlan, carrier: LaneCarrier, progress_s: float):
+    def __init__(self, transfer: OutgoingTransfer, plan: ChunkPlan, carrier: PairCarrier, progress_s: float):
         super().__init__(transfer, SenderState.OFFERING, carrier, progress_s)
         self.num_chunks = 0
         self._plan = plan
@@ -343,14 +343,14 @@ class OutgoingLane(LaneTransfer[SenderState]):
         if self.state is SenderState.OFFERED:
             self._deadline.stop()
 
-    def granted(self, cut: Cut, skip_tokens: int) -> None:
+    def granted(self, shard: KVShard, skip_tokens: int) -> None:
         """Begin to send: the peer has reserved its blocks. Raises IllegalTransition, or ValueError for an odd skip."""
         self._apply(TransferEvent.GRANT)
-        if skip_tokens < self.transfer.least_skip_tokens:
-            self.abort(f"the target has {skip_tokens} tokens of {self.transfer.least_skip_tokens} that are not here")
+        if skip_tokens < self.transfer.min_skip_tokens:
+            self.abort(f"the target has {skip_tokens} tokens of {self.transfer.min_skip_tokens} that are not here")
             return
-        self._cut = cut
-        self._plan.begin(cut.unit_tokens, skip_tokens, cut.share)
+        self._shard = shard
+        self._plan.begin(shard.unit_tokens, skip_tokens, shard.share)
         self._deadline.stop()
         self._carrier.has_work(self)
 
@@ -364,13 +364,13 @@ class OutgoingLane(LaneTransfer[SenderState]):
 
         Its blocks are read from now on until `end_chunk`.
         """
-        if not self.has_chunk or self._cut is None:
+        if not self.has_chunk or self._shard is None:
             return None
         runs = self._plan.next_runs(max_units)
         self._begin_one()
         self._peer_may_read = True
         self.num_chunks += 1
-        num_bytes = sum(run.num_units for run in runs) * self._cut.unit_bytes
+        num_bytes = sum(run.num_units for run in runs) * self._shard.unit_bytes
         return Chunk(self.ticket.transfer_id, self.num_chunks - 1, runs, num_bytes)
 
     def end_chunk(self) -> None:
@@ -388,11 +388,12 @@ class OutgoingLane(LaneTransfer[SenderState]):
         return Commit(self.ticket.transfer_id, self.num_chunks, self._first_token)
 
     def verified(self) -> None:
-        """End the lane: the peer has everything. Raises IllegalTransition before the commit."""
+        """End the rank pair: the peer has everything. Raises IllegalTransition before the commit."""
         self._apply(TransferEvent.VERIFIED)
 
     def peer_aborted(self, reason: str) -> None:
-        """End the lane, which the peer has given up, or whose end it has heard of: it does not mind the blocks now."""
+        """End the rank pair, which the peer has given up, or whose end it has heard of: it does not mind the blocks
+        now."""
         self._peer_may_read = False
         super().peer_aborted(reason)
 
@@ -432,14 +433,16 @@ class IncomingTransfer(Transfer):
         skip_tokens: int,
         *,
         source_ranks: tuple[int, ...],
-        keeper: LaneKeeper,
+        keeper: PairKeeper,
         on_ended: Callable[["IncomingTransfer"], None],
         clock: Clock,
         progress_s: float,
     ):
         super().__init__(ticket, block_ids, num_tokens, on_ended=on_ended, clock=clock)
         self.skip_tokens = skip_tokens
-        self.lanes: dict[int, IncomingLane] = {rank: IncomingLane(self, keeper, progress_s) for rank in source_ranks}
+        self.pairs: dict[int, IncomingPairTransfer] = {
+            rank: IncomingPairTransfer(self, keeper, progress_s) for rank in source_ranks
+        }
 
     async def verified(self) -> SampledToken | None:
         """Wait until every block has its verified KV; return the first token (None: a prefix only).
@@ -450,41 +453,42 @@ class IncomingTransfer(Transfer):
         return await self.end()
 
     def look_for_end(self) -> None:
-        if not self.ended and self.failure is None and all(lane.ended for lane in self.lanes.values()):  # all verified
-            tokens = [lane.first_token for lane in self.lanes.values()]
+        if not self.ended and self.failure is None and all(pair.ended for pair in self.pairs.values()):  # all verified
+            tokens = [pair.first_token for pair in self.pairs.values()]
             self.first_token = tokens[0]
             if any(token != tokens[0] for token in tokens):
                 self.failure = f"the source's ranks name different first tokens: {tokens}"
         super().look_for_end()
 
 
-class IncomingLane(LaneTransfer[ReceiverState]):
-    """The receiving end of a lane: the places of its bytes. Announcing a chunk takes its units' places for good."""
+class IncomingPairTransfer(PairTransfer[ReceiverState]):
+    """The receiving end of a rank pair: the places of its bytes. Announcing a chunk takes its units' places for
+    good."""
 
     transfer: IncomingTransfer
 
-    def __init__(self, transfer: IncomingTransfer, keeper: LaneKeeper, progress_s: float):
+    def __init__(self, transfer: IncomingTransfer, keeper: PairKeeper, progress_s: float):
         super().__init__(transfer, ReceiverState.AWAITING_OFFER, keeper, progress_s)
         self.first_token: SampledToken | None = None
         self.is_damaged = False  # a chunk was damaged: its link is not to be trusted
         self._num_units = 0
-        self._first_units: dict[int, int] = {}  # of each of the lane's layers: those before are skipped
+        self._first_units: dict[int, int] = {}  # of each of the rank pair's layers: those before are skipped
         self._taken: dict[int, bytearray] = {}  # for each layer and unit, 1: a chunk has announced it
         self._num_missing = 0  # units without verified bytes
         self._num_announced = 0  # chunks
         self._num_whole = 0  # chunks, verified
         self._commit: Commit | None = None
 
-    def granted(self, cut: Cut) -> None:
-        """Grant the lane: its offer was received, and fits. Raises IllegalTransition for a second offer."""
+    def granted(self, shard: KVShard) -> None:
+        """Grant the rank pair: its offer was received, and fits. Raises IllegalTransition for a second offer."""
         self._apply(TransferEvent.OFFER)
         num_tokens, skip_tokens = self.transfer.num_tokens, self.transfer.skip_tokens
-        self._cut = cut
-        self._num_units = cut.share.below(-(-num_tokens // cut.unit_tokens))
+        self._shard = shard
+        self._num_units = shard.share.below(-(-num_tokens // shard.unit_tokens))
         self._first_units = first_units(
-            cut.layout.groups, cut.layers, num_tokens, cut.unit_tokens, skip_tokens, cut.share
+            shard.layout.groups, shard.layers, num_tokens, shard.unit_tokens, skip_tokens, shard.share
         )
-        self._taken = {layer: bytearray(self._num_units) for layer in cut.layers}
+        self._taken = {layer: bytearray(self._num_units) for layer in shard.layers}
         self._num_missing = sum(self._num_units - first for first in self._first_units.values())
         self._deadline.restart(self._expire)
 
@@ -494,7 +498,7 @@ class IncomingLane(LaneTransfer[ReceiverState]):
         return self.state in (ReceiverState.GRANTED, ReceiverState.RECEIVING)
 
     def announce(self, chunk: Chunk) -> None:
-        """Take the places of a chunk that will arrive. An invalid chunk ends its lane, and is discarded later."""
+        """Take the places of a chunk that will arrive. An invalid chunk ends its rank pair, and is discarded later."""
         if self.takes_chunks:
             fault = self._fault(chunk)
             if fault is not None:
@@ -507,15 +511,15 @@ class IncomingLane(LaneTransfer[ReceiverState]):
         self._begin_one()
         return self.segments(chunk)
 
-    def end_chunk(self, chunk: Chunk, *, is_intact: bool) -> Verified | None:
+    def end_chunk(self, chunk: Chunk, *, has_right_checksum: bool) -> Verified | None:
         """Account for a chunk whose bytes are in the blocks, intact or not; return the answer to the peer, if any.
 
-        A damaged chunk ends the lane, unless it has been given up meanwhile.
+        A damaged chunk ends the rank pair, unless it has been given up meanwhile.
         """
         self._end_one()
         if not self.takes_chunks:
             return None
-        if not is_intact:
+        if not has_right_checksum:
             self.is_damaged = True
             self.abort(f"chunk {chunk.sequence} was damaged on its way")
             return None
@@ -577,7 +581,7 @@ class IncomingLane(LaneTransfer[ReceiverState]):
 
 
 class UsedTickets:
-    """The tickets that were used: each permits one transfer, once on each of its lanes.
+    """The tickets that were used: each permits one transfer, once on each of its rank pairs.
 
     Remembers transfer ids for `keep_s` seconds, at most `max_count` of them (the oldest are forgotten first). A ticket
     that is used again after that does no harm: no request expects its transfer any more.
@@ -587,28 +591,28 @@ class UsedTickets:
         self._clock = clock
         self._keep_s = keep_s
         self._max_count = max_count
-        self._used: dict[bytes, tuple[float, set[int]]] = {}  # transfer id -> first use, lanes; the oldest first
+        self._used: dict[bytes, tuple[float, set[int]]] = {}  # transfer id -> first use, rank pairs; the oldest first
 
     def __contains__(self, transfer_id: bytes) -> bool:
-        """Return True where it was used on any lane."""
+        """Return True where it was used on any rank pair."""
         return transfer_id in self._used
 
-    def was_used(self, transfer_id: bytes, lane: int) -> bool:
-        """Return True where it was used on this lane."""
-        return transfer_id in self._used and lane in self._used[transfer_id][1]
+    def was_used(self, transfer_id: bytes, pair: int) -> bool:
+        """Return True where it was used on this rank pair."""
+        return transfer_id in self._used and pair in self._used[transfer_id][1]
 
-    def use(self, transfer_id: bytes, lane: int = 0) -> bool:
-        """Mark it as used on this lane; return False where it was used there before."""
+    def use(self, transfer_id: bytes, pair: int = 0) -> bool:
+        """Mark it as used on this rank pair; return False where it was used there before."""
         now = self._clock()
         while self._used:
             oldest = next(iter(self._used))
             if len(self._used) < self._max_count and now - self._used[oldest][0] < self._keep_s:
                 break
             del self._used[oldest]
-        _, lanes = self._used.setdefault(transfer_id, (now, set()))
-        if lane in lanes:
+        _, pairs = self._used.setdefault(transfer_id, (now, set()))
+        if pair in pairs:
             return False
-        lanes.add(lane)
+        pairs.add(pair)
         return True
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.layout import KVShard
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.kv_layout import NO_BLOCK, KVLayout, first_seen, group_table
@@ -66,7 +66,7 @@ class FakeStore:
         self._first_layer = layout.layers_of(rank).start
         self.layers: list[Array] = [np.full(shape, GARBAGE, np.uint16) for _ in range(self._groups.num_tensors)]
         self._allocations = [0] * num_blocks  # how often each block has been allocated
-        self._units: dict[Cut, list[Array]] = {}
+        self._units: dict[KVShard, list[Array]] = {}
 
     def layer_bytes(self, layer: int) -> memoryview:
         return memoryview(self.layers[layer]).cast("B")  # type: ignore[arg-type]
@@ -169,32 +169,32 @@ class FakeStore:
         for memory in self.layers:
             memory[target] = memory[source]
 
-    # --- for links: units of a lane ---
+    # --- for links: units of a rank pair ---
 
-    def read_units(self, layer: int, unit_ids: Sequence[int], cut: Cut) -> bytes:
-        """Units as they travel, [2, heads of the lane, unit_tokens, head_dim] each."""
+    def read_units(self, layer: int, unit_ids: Sequence[int], shard: KVShard) -> bytes:
+        """Units as they travel, [2, heads of the rank pair, unit_tokens, head_dim] each."""
         ids = np.asarray(unit_ids)
-        units: bytes = self._cut(cut)[cut.tensor_of(layer)][
-            ids // cut.units_per_block, ids % cut.units_per_block
+        units: bytes = self._cut(shard)[shard.tensor_of(layer)][
+            ids // shard.units_per_block, ids % shard.units_per_block
         ].tobytes()
         return units
 
-    def write_units(self, layer: int, unit_ids: Sequence[int], cut: Cut, data: bytes | bytearray) -> None:
+    def write_units(self, layer: int, unit_ids: Sequence[int], shard: KVShard, data: bytes | bytearray) -> None:
         """The opposite of `read_units`."""
         ids = np.asarray(unit_ids)
-        target = self._cut(cut)[cut.tensor_of(layer)]
+        target = self._cut(shard)[shard.tensor_of(layer)]
         values = np.frombuffer(data, np.uint16).reshape(len(ids), *target.shape[2:])
-        target[ids // cut.units_per_block, ids % cut.units_per_block] = values
+        target[ids // shard.units_per_block, ids % shard.units_per_block] = values
 
-    def _cut(self, cut: Cut) -> list[Array]:
-        """Views of all layers as [block, part of it, 2, heads of the lane, unit_tokens, head_dim]."""
-        views = self._units.get(cut)
+    def _cut(self, shard: KVShard) -> list[Array]:
+        """Views of all layers as [block, part of it, 2, heads of the rank pair, unit_tokens, head_dim]."""
+        views = self._units.get(shard)
         if views is None:
-            layout, last = self.layout, cut.first_head + cut.num_heads
-            heads, parts, tokens = layout.heads_per_rank, cut.units_per_block, cut.unit_tokens
+            layout, last = self.layout, shard.first_head + shard.num_heads
+            heads, parts, tokens = layout.heads_per_rank, shard.units_per_block, shard.unit_tokens
             shape = (self.num_blocks, layout.kinds, heads, parts, tokens, layout.head_dim)
-            views = self._units[cut] = [
-                memory.reshape(shape).transpose(0, 3, 1, 2, 4, 5)[:, :, :, cut.first_head : last]
+            views = self._units[shard] = [
+                memory.reshape(shape).transpose(0, 3, 1, 2, 4, 5)[:, :, :, shard.first_head : last]
                 for memory in self.layers
             ]
         return views

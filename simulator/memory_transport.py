@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import xxhash
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams, Transport
+from twostroke.kvtransfer.layout import KVShard, Segment
+from twostroke.kvtransfer.link import CHECKSUM_BYTES, LinkParams, Transport
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
@@ -86,7 +86,7 @@ class _Pointers:
     """Pointers that travel on a pull link in place of bytes."""
 
     store: FakeStore
-    cut: Cut
+    shard: KVShard
     segments: tuple[Segment, ...]
     digest: bytes
 
@@ -187,22 +187,22 @@ class _Pipe:
 class MemoryLink:
     """One end of a pipe, on one store. Calls take their turn; each touches its blocks in two halves, time between."""
 
-    most_chunk_bytes = None
+    max_chunk_bytes = None
     shortfall = None
 
-    def __init__(self, transport: "MemoryTransport", pipe: _Pipe, store: FakeStore, cut: Cut, *, is_pull: bool):
+    def __init__(self, transport: "MemoryTransport", pipe: _Pipe, store: FakeStore, shard: KVShard, *, is_pull: bool):
         self._transport = transport
         self._fabric = transport.fabric
         self._pipe = pipe
         self._store = store
-        self._cut = cut
+        self._shard = shard
         self._is_pull = is_pull
         self._turn = asyncio.Lock()
         transport.open_links[self] = None
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
         pieces = self._pieces(segments)
-        digest = xxhash.xxh3_128(seed=self._fabric.resealed.get(seal, seal))
+        digest = xxhash.xxh3_128(seed=self._fabric.resealed.get(seed, seed))
         with self._broken_by_cancellation():
             async with self._turn:
                 held, self._pipe.held = self._pipe.held, None
@@ -211,12 +211,12 @@ class MemoryLink:
                     await self._time_of(len(piece.unit_ids))
                     self._pipe.check()
                     self._store.touch(piece.blocks, "a link reads", piece.grip)
-                    data = self._store.read_units(piece.layer, piece.unit_ids, self._cut)
+                    data = self._store.read_units(piece.layer, piece.unit_ids, self._shard)
                     digest.update(data)
                     if not self._is_pull:
                         await self._push(bytearray(data), holding)
                 if self._is_pull:
-                    await self._push(_Pointers(self._store, self._cut, tuple(segments), digest.digest()), holding)
+                    await self._push(_Pointers(self._store, self._shard, tuple(segments), digest.digest()), holding)
                 else:
                     await self._push(bytearray(digest.digest()), holding)
                 self._pipe.held = holding
@@ -231,11 +231,11 @@ class MemoryLink:
         else:
             self._pipe.point(what)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
         pieces = self._pieces(segments)
         with self._broken_by_cancellation():
             async with self._turn:
-                return await (self._pull_into(pieces, seal) if self._is_pull else self._read_into(pieces, seal))
+                return await (self._pull_into(pieces, seed) if self._is_pull else self._read_into(pieces, seed))
 
     async def discard(self, num_units: int) -> None:
         with self._broken_by_cancellation():
@@ -243,7 +243,7 @@ class MemoryLink:
                 if self._is_pull:
                     await self._pipe.next_pointers()
                 else:
-                    left = num_units * self._cut.unit_bytes + DIGEST_BYTES
+                    left = num_units * self._shard.unit_bytes + CHECKSUM_BYTES
                     while left:  # in parts: the sender may wait for room
                         part = min(left, self._fabric.window_bytes)
                         await self._pipe.pull(part)
@@ -253,31 +253,31 @@ class MemoryLink:
         self._transport.open_links.pop(self, None)
         self._pipe.break_off()
 
-    async def _read_into(self, pieces: Sequence[_ChunkPiece], seal: int) -> bool:
-        digest = xxhash.xxh3_128(seed=seal)
+    async def _read_into(self, pieces: Sequence[_ChunkPiece], seed: int) -> bool:
+        digest = xxhash.xxh3_128(seed=seed)
         for piece in pieces:
-            data = await self._pipe.pull(len(piece.unit_ids) * self._cut.unit_bytes)
+            data = await self._pipe.pull(len(piece.unit_ids) * self._shard.unit_bytes)
             await self._time_of(len(piece.unit_ids))
             self._write(piece, data)
             digest.update(data)
-        return await self._pipe.pull(DIGEST_BYTES) == digest.digest()
+        return await self._pipe.pull(CHECKSUM_BYTES) == digest.digest()
 
-    async def _pull_into(self, pieces: Sequence[_ChunkPiece], seal: int) -> bool:
+    async def _pull_into(self, pieces: Sequence[_ChunkPiece], seed: int) -> bool:
         pointers = await self._pipe.next_pointers()
         theirs = [(segment.layer, unit_id) for segment in pointers.segments for unit_id in segment.unit_ids]
         if len(theirs) != sum(len(piece.unit_ids) for piece in pieces):
             return False
-        digest, done = xxhash.xxh3_128(seed=seal), 0
+        digest, done = xxhash.xxh3_128(seed=seed), 0
         for piece in pieces:
             await self._time_of(len(piece.unit_ids))
             # The source's blocks may be another request's by now: the digest tells.
             places = theirs[done : done + len(piece.unit_ids)]
             done += len(places)
             data = bytearray().join(
-                pointers.store.read_units(layer, (unit_id,), pointers.cut) for layer, unit_id in places
+                pointers.store.read_units(layer, (unit_id,), pointers.shard) for layer, unit_id in places
             )
             self._pipe.damage(data)
-            data = data[: len(places) * self._cut.unit_bytes].ljust(len(places) * self._cut.unit_bytes)
+            data = data[: len(places) * self._shard.unit_bytes].ljust(len(places) * self._shard.unit_bytes)
             self._write(piece, data)
             digest.update(data)
         return digest.digest() == pointers.digest
@@ -285,7 +285,7 @@ class MemoryLink:
     def _write(self, piece: _ChunkPiece, data: bytes | bytearray) -> None:
         self._pipe.check()
         self._store.touch_to_write(piece.blocks, "a link writes", piece.grip)
-        self._store.write_units(piece.layer, piece.unit_ids, self._cut, data)
+        self._store.write_units(piece.layer, piece.unit_ids, self._shard, data)
 
     def _pieces(self, segments: Sequence[Segment]) -> list[_ChunkPiece]:
         """Halves of the segments. Their blocks' owners are those of now: whoever calls has been let in."""
@@ -294,12 +294,12 @@ class MemoryLink:
             middle = len(segment.unit_ids) // 2
             for unit_ids in (segment.unit_ids[:middle], segment.unit_ids[middle:]):
                 if unit_ids:
-                    blocks = tuple(sorted({unit_id // self._cut.units_per_block for unit_id in unit_ids}))
+                    blocks = tuple(sorted({unit_id // self._shard.units_per_block for unit_id in unit_ids}))
                     pieces.append(_ChunkPiece(segment.layer, unit_ids, blocks, self._store.grip(blocks)))
         return pieces
 
     async def _time_of(self, num_units: int) -> None:
-        await asyncio.sleep(num_units * self._cut.unit_bytes / self._fabric.bytes_per_s)
+        await asyncio.sleep(num_units * self._shard.unit_bytes / self._fabric.bytes_per_s)
 
     @contextmanager
     def _broken_by_cancellation(self) -> Iterator[None]:
@@ -311,11 +311,11 @@ class MemoryLink:
 
 
 class _PendingMemoryLink:
-    def __init__(self, transport: "MemoryTransport", store: FakeStore, cut: Cut, *, is_pull: bool):
+    def __init__(self, transport: "MemoryTransport", store: FakeStore, shard: KVShard, *, is_pull: bool):
         self._transport = transport
         self._fabric = transport.fabric
         self._store = store
-        self._cut = cut
+        self._shard = shard
         self._is_pull = is_pull
         self._token = self._fabric.next_token()
         self._is_handed_over = False
@@ -334,7 +334,7 @@ class _PendingMemoryLink:
         except TimeoutError as error:
             raise ConnectionLost("the peer did not join the data link in time") from error
         self._is_handed_over = True
-        return MemoryLink(self._transport, pipe, self._store, self._cut, is_pull=self._is_pull)
+        return MemoryLink(self._transport, pipe, self._store, self._shard, is_pull=self._is_pull)
 
     async def close(self) -> None:
         self._fabric.pending.pop(self._token, None)
@@ -434,13 +434,13 @@ class MemoryTransport:
         self.open_links: dict[MemoryLink, None] = {}  # that nobody has closed yet
         self._store = store
 
-    async def prepare(self, host: str, cut: Cut) -> _PendingMemoryLink:
-        return _PendingMemoryLink(self, self._store, cut, is_pull=self.name == "memory_pull")
+    async def prepare(self, host: str, shard: KVShard) -> _PendingMemoryLink:
+        return _PendingMemoryLink(self, self._store, shard, is_pull=self.name == "memory_pull")
 
-    async def join(self, params: LinkParams, cut: Cut) -> MemoryLink:
+    async def join(self, params: LinkParams, shard: KVShard) -> MemoryLink:
         await asyncio.sleep(self.fabric.delay_s)
         pipe = self.fabric.connect(self.host, int(params["token"]))
-        return MemoryLink(self, pipe, self._store, cut, is_pull=self.name == "memory_pull")
+        return MemoryLink(self, pipe, self._store, shard, is_pull=self.name == "memory_pull")
 
     async def close(self) -> None:
         for link in tuple(self.open_links):

@@ -15,7 +15,7 @@ from twostroke.cluster.config.sections import (
 )
 from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import Staged, staged
+from twostroke.kvtransfer.link import StagingNeed, staging_need
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import RankCut, parts_fit
@@ -107,10 +107,10 @@ class WorkerSettings:
         return self.device == "cpu" and self.resources.lends_cores
 
     @property
-    def staged(self) -> Staged:
+    def staging(self) -> StagingNeed:
         """Return the memory that staging links take of each rank's GPU."""
         stages = self.device == "cuda" and self.transfer.transport in ("auto", "torch_distributed", "nixl")
-        return staged(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
+        return staging_need(self.num_links if stages else 0, self.transfer.max_chunk_bytes)
 
     @property
     def link_bytes(self) -> int:
@@ -122,7 +122,7 @@ class WorkerSettings:
         from twostroke.model.costs.sizes import COMMUNICATOR_BYTES
 
         goes_over_nccl = self.device == "cuda" and self.transfer.transport == "torch_distributed"
-        return self.staged.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
+        return self.staging.total_bytes + (self.num_links * COMMUNICATOR_BYTES if goes_over_nccl else 0)
 
     def engine_config(self, folder: Path, gpu: int = 0, core_table: Path | None = None) -> "EngineConfig":
         """Return the engine's configuration for a rank. `gpu` is the rank's number among the visible GPUs.

@@ -120,7 +120,7 @@ async def load_rank(
                 )
                 for cut, size in settings.peers
             ],
-            staged_chunk_bytes=settings.staged.chunk_bytes if settings.device == "cuda" else None,
+            staged_chunk_bytes=settings.staging.chunk_bytes if settings.device == "cuda" else None,
         )
     except BaseException:
         await asyncio.to_thread(close_engine, loaded)

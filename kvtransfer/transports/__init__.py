@@ -48,9 +48,9 @@ def make_transports(
         join_timeout_s = _JOIN_ON_GPUS_S if isinstance(store, DeviceStore) else _JOIN_S
     made = {name: _make(name, config, store, join_timeout_s, staged_chunk_bytes) for name in names}
     if isinstance(store, DeviceStore):
-        from twostroke.kvtransfer.transports.device_units import warm_up_lanes
+        from twostroke.kvtransfer.transports.device_units import warm_up_pairs
 
-        warm_up_lanes(names, store, peers, config.encoding)
+        warm_up_pairs(names, store, peers, config.encoding)
     return Transports(made, Reach(names, _machine(), _device(store), is_configured=config.transport != "auto"))
 
 
@@ -103,11 +103,11 @@ def _make(
         if lacking is not None:
             raise ConfigError(f"nixl needs {lacking}; or set the transport to auto")
         return nixl.NixlTransport(
-            store, machine=_machine(), join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes
+            store, machine=_machine(), join_timeout_s=join_timeout_s, max_chunk_bytes=staged_chunk_bytes
         )
     from twostroke.kvtransfer.transports.torch_distributed import TorchDistributedTransport
 
-    return TorchDistributedTransport(store, join_timeout_s=join_timeout_s, most_chunk_bytes=staged_chunk_bytes)
+    return TorchDistributedTransport(store, join_timeout_s=join_timeout_s, max_chunk_bytes=staged_chunk_bytes)
 
 
 def _machine() -> str:

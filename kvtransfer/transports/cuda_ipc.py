@@ -11,10 +11,10 @@ The handles are those of torch (`UntypedStorage._share_cuda_`), sent as plain fi
   for the GPU from about a thousand on. So the count that torch keeps of them is given back by the first target that
   closes its link, and nothing but the worker itself keeps the cache, which lives as long as its engine.
 - When the source's process dies, its memory stays mapped at the target until the link closes. What of it is read then
-  is refused by its digest, or belongs to a transfer whose lease has ended.
+  is refused by its checksum, or belongs to a transfer whose lease has ended.
 - The target unmaps on the link's thread and stream: torch waits there for the current stream's work, holding the
   interpreter's lock, and the event loop's current stream is the engine's.
-- Both compile what a lane launches before the link is joined, where the worker has not at its start.
+- Both compile what a rank pair launches before the link is joined, where the worker has not at its start.
 - Launches don't wait for each other: a second thread learns how each chunk ended, by an event behind it, while the next
   ones are queued on the link's stream. A link is closed, and memory unmapped, once all of them have ended.
 
@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.link import DeviceStore
 from twostroke.kvtransfer.transports.device_units import (
     DeviceQueue,
@@ -129,68 +129,70 @@ class CudaIpcTransport(LocalTransport):
                 self._shared = tuple(share_layer(tensor) for tensor in tensors)
             return self._shared
 
-    def _check(self, cut: Cut) -> None:
-        super()._check(cut)
-        if places_of(cut).head_bytes % _WORD_BYTES:
+    def _check(self, shard: KVShard) -> None:
+        super()._check(shard)
+        if places_of(shard).head_bytes % _WORD_BYTES:
             raise ConnectionLost(
-                f"cuda_ipc moves words of {_WORD_BYTES} bytes, which this lane's heads are not made of"
+                f"cuda_ipc moves words of {_WORD_BYTES} bytes, which this rank pair's heads are not made of"
             )
 
-    def _source_memory(self, cut: Cut) -> "CudaIpcSource":
-        return CudaIpcSource(self._store, cut, self.handles)
+    def _source_memory(self, shard: KVShard) -> "CudaIpcSource":
+        return CudaIpcSource(self._store, shard, self.handles)
 
-    def _target_memory(self, cut: Cut) -> "CudaIpcTarget":
-        return CudaIpcTarget(self._store, cut)
+    def _target_memory(self, shard: KVShard) -> "CudaIpcTarget":
+        return CudaIpcTarget(self._store, shard)
 
 
 class CudaIpcSource:
     """A SourceMemory."""
 
-    def __init__(self, store: DeviceStore, cut: Cut, handles: Callable[[], tuple[LayerHandle, ...]]):
+    def __init__(self, store: DeviceStore, shard: KVShard, handles: Callable[[], tuple[LayerHandle, ...]]):
         self._store = store
-        self._cut = cut
+        self._shard = shard
         self._handles = handles
-        self._units = DeviceUnits(store, cut)
+        self._units = DeviceUnits(store, shard)
         self._queue = DeviceQueue(self._units.device)
 
     def describe(self, connected: socket.socket) -> None:
-        cut, num_blocks, layers = self._cut, self._store.num_blocks, self._handles()
-        warm_up_source(cut, self._queue, self._units.device)
+        shard, num_blocks, layers = self._shard, self._store.num_blocks, self._handles()
+        warm_up_source(shard, self._queue, self._units.device)
         send_description(
             connected,
-            DevicePool(cut.layout, cut.rank, num_blocks, cut.first_head, cut.num_heads, cut.unit_tokens, layers),
+            DevicePool(
+                shard.layout, shard.rank, num_blocks, shard.first_head, shard.num_heads, shard.unit_tokens, layers
+            ),
         )
 
-    def digest(self, segments: Sequence[Segment], seal: int) -> Rest[bytes]:
+    def checksum(self, segments: Sequence[Segment], seed: int) -> Rest[bytes]:
         with self._queue():
             found = torch.empty(2, dtype=torch.int64, device=self._units.device)
-            digest_units(self._units.places, self._units.addresses(segments), seal, found)
+            digest_units(self._units.places, self._units.addresses(segments), seed, found)
             return Rest(self._queue.later(found))
 
 
 class CudaIpcTarget:
     """A TargetMemory, and the owner of the mapping."""
 
-    def __init__(self, store: DeviceStore, cut: Cut):
-        self._cut = cut
-        self._units = DeviceUnits(store, cut)
+    def __init__(self, store: DeviceStore, shard: KVShard):
+        self._shard = shard
+        self._units = DeviceUnits(store, shard)
         self._queue = DeviceQueue(self._units.device)
         self._pool: PeerDevicePool | None = None  # from `map` to `unmap`
 
     def map(self, connected: socket.socket) -> int:
-        pool, peer_cut = receive_description(connected, DevicePool, self._cut)
-        warm_up_target(peer_cut, self._cut, self._queue, self._units.device)
-        self._pool = PeerDevicePool(pool, peer_cut, self._units.device)
-        return pool.num_blocks * peer_cut.units_per_block
+        pool, peer_shard = receive_description(connected, DevicePool, self._shard)
+        warm_up_target(peer_shard, self._shard, self._queue, self._units.device)
+        self._pool = PeerDevicePool(pool, peer_shard, self._units.device)
+        return pool.num_blocks * peer_shard.units_per_block
 
-    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> Rest[bytes]:
+    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seed: int) -> Rest[bytes]:
         pool = self._pool
         if pool is None:
             raise ConnectionLost("the link is not open")
         with self._queue():
             peers = pool.addresses(segments, peer_ids)
             found = torch.empty(2, dtype=torch.int64, device=self._units.device)
-            copy_and_digest_units(pool.places, peers, self._units.places, self._units.addresses(segments), seal, found)
+            copy_and_digest_units(pool.places, peers, self._units.places, self._units.addresses(segments), seed, found)
             return Rest(self._queue.later(found))  # which comes after the copy
 
     def unmap(self) -> None:
@@ -201,12 +203,12 @@ class CudaIpcTarget:
 class PeerDevicePool:
     """The source's cache as this process sees it. Raises ProtocolError for one that is not what was agreed."""
 
-    def __init__(self, pool: DevicePool, cut: Cut, device: torch.device):
+    def __init__(self, pool: DevicePool, shard: KVShard, device: torch.device):
         self._device = device
-        self.places = places_of(cut)
+        self.places = places_of(shard)
         layer_bytes = pool.num_blocks * pool.layout.block_bytes
-        if len(pool.layers) != cut.num_tensors:
-            raise ProtocolError(f"the peer shares {len(pool.layers)} of its {cut.num_tensors} layers")
+        if len(pool.layers) != shard.num_tensors:
+            raise ProtocolError(f"the peer shares {len(pool.layers)} of its {shard.num_tensors} layers")
         for layer in pool.layers:
             if layer.layer_offset_bytes < 0 or layer.layer_offset_bytes + layer_bytes > layer.num_bytes:
                 raise ProtocolError(f"a layer of the peer is not within its {layer.num_bytes} bytes of memory")
@@ -215,7 +217,7 @@ class PeerDevicePool:
             storage.data_ptr() + layer.layer_offset_bytes
             for storage, layer in zip(self._storages, pool.layers, strict=True)
         ]
-        self._bases = {layer: tensors[cut.tensor_of(layer)] for layer in cut.layers}
+        self._bases = {layer: tensors[shard.tensor_of(layer)] for layer in shard.layers}
 
     def addresses(self, segments: Sequence[Segment], peer_ids: NDArray[np.int32]) -> Tensor:
         """Return the addresses of the peer's units: int64 [units] on this side's device."""

@@ -1,5 +1,5 @@
-"""One end of a lane in a GPU's memory: chunks as they are on the wire, the stream that works on them, and the staging
-buffers of NCCL groups.
+"""One end of a rank pair in a GPU's memory: chunks as they are on the wire, the stream that works on them, and the
+staging buffers of NCCL groups.
 
 Not confirmed on hardware. Under Triton's interpreter it also runs on CPU tensors, which is how its tests do.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.layout import Cut, Segment, cut_pair, rank_pairs
+from twostroke.kvtransfer.layout import KVShard, Segment, pair_shards, rank_pairs
 from twostroke.kvtransfer.link import ON_GPUS, DeviceStore
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.model.cache.layer_announcer import LaunchedWork
@@ -76,22 +76,22 @@ class DeviceQueue:
 
 
 class DeviceUnits:
-    """Finds, packs and unpacks units of a store. A buffer holds units, zeros up to a multiple of PADDING, a digest.
+    """Finds, packs and unpacks units of a store. A buffer holds units, zeros up to a multiple of PADDING, a checksum.
 
     One launch moves a chunk, however many blocks and layers it spans, and digests it where its words allow. Methods
     launch on the current stream. They raise ValueError for units that the store hasn't.
     """
 
-    def __init__(self, store: DeviceStore, cut: Cut):
+    def __init__(self, store: DeviceStore, shard: KVShard):
         self.device = torch.device(store.device)
-        self.places = places_of(cut)
-        self._cut = cut
-        self._layers = {layer: store.layer_tensor(cut.tensor_of(layer)) for layer in cut.layers}  # kept alive
+        self.places = places_of(shard)
+        self._shard = shard
+        self._layers = {layer: store.layer_tensor(shard.tensor_of(layer)) for layer in shard.layers}  # kept alive
         self._bases = {layer: np.int64(tensor.data_ptr()) for layer, tensor in self._layers.items()}
-        self._num_units = store.num_blocks * cut.units_per_block
+        self._num_units = store.num_blocks * shard.units_per_block
 
     def buffer_bytes(self, num_units: int) -> int:
-        return -(-num_units * self._cut.unit_bytes // PADDING) * PADDING + DIGEST_BYTES
+        return -(-num_units * self._shard.unit_bytes // PADDING) * PADDING + DIGEST_BYTES
 
     def addresses(self, segments: Sequence[Segment]) -> Tensor:
         """Return the addresses of these units: int64 [units] on the device."""
@@ -105,68 +105,68 @@ class DeviceUnits:
             parts.append(self.places.addresses(self._bases[segment.layer], ids))
         return address_tensor(np.concatenate(parts), self.device)
 
-    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
-        """Units and their digest -> packed, uint8 [buffer_bytes]."""
+    def pack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> None:
+        """Units and their checksum -> packed, uint8 [buffer_bytes]."""
         units = count_units(segments)
         here, there, trailer = self.addresses(segments), self._packed_addresses(packed, units), _trailer(packed)
         flat = packed_places(self.places)
         if self._digests_words:
-            copy_and_digest_units(self.places, here, flat, there, seal, trailer)
+            copy_and_digest_units(self.places, here, flat, there, seed, trailer)
             return
-        size = units * self._cut.unit_bytes
+        size = units * self._shard.unit_bytes
         packed[size:-DIGEST_BYTES].zero_()
-        if self._cut.encoding == "raw":
+        if self._shard.encoding == "raw":
             copy_units(self.places, here, flat, there)
         else:
-            layout = self._cut.layout
-            encode_units(self.places, here, self._cut.encoding, layout.dtype, layout.head_dim, packed)
-        digest(packed, size, seal, trailer)
+            layout = self._shard.layout
+            encode_units(self.places, here, self._shard.encoding, layout.dtype, layout.head_dim, packed)
+        digest(packed, size, seed, trailer)
 
-    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
-        """packed -> units; False, and no unit touched, where the digest is wrong. Waits for the digest alone."""
+    def unpack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> bool:
+        """packed -> units; False, and no unit touched, where the checksum is wrong. Waits for the checksum alone."""
         units = count_units(segments)
         flat, there = packed_places(self.places), self._packed_addresses(packed, units)
         here = self.addresses(segments)
         found = torch.empty(2, dtype=torch.int64, device=self.device)
         if self._digests_words:
-            digest_units(flat, there, seal, found)
+            digest_units(flat, there, seed, found)
         else:
-            digest(packed, units * self._cut.unit_bytes, seal, found)
+            digest(packed, units * self._shard.unit_bytes, seed, found)
         if not torch.equal(found, _trailer(packed)):
             return False
-        if self._cut.encoding == "raw":
+        if self._shard.encoding == "raw":
             copy_units(flat, there, self.places, here)
         else:
-            layout = self._cut.layout
-            decode_units(self.places, here, self._cut.encoding, layout.dtype, layout.head_dim, packed)
+            layout = self._shard.layout
+            decode_units(self.places, here, self._shard.encoding, layout.dtype, layout.head_dim, packed)
         return True
 
     @property
     def _digests_words(self) -> bool:
-        """True where both ends can digest units while they copy them. Both ends decide this from the same facts."""
-        return self._cut.encoding == "raw" and self.places.head_bytes % _WORD_BYTES == 0
+        """True where both ends can checksum units while they copy them. Both ends decide this from the same facts."""
+        return self._shard.encoding == "raw" and self.places.head_bytes % _WORD_BYTES == 0
 
     def _packed_addresses(self, packed: Tensor, num_units: int) -> Tensor:
         flat = packed_places(self.places)
         return address_tensor(flat.addresses(np.int64(packed.data_ptr()), np.arange(num_units)), self.device)
 
 
-def places_of(cut: Cut) -> UnitPlaces:
+def places_of(shard: KVShard) -> UnitPlaces:
     """Return how the cut's units lie in its side's store."""
-    layout = cut.layout
+    layout = shard.layout
     return paged_places(
         row_bytes=layout.head_dim * DTYPE_BYTES[layout.dtype],
         heads_per_block=layout.heads_per_rank,
         block_size=layout.rank_tokens,
-        first_head=cut.first_head,
-        num_heads=cut.num_heads,
-        unit_tokens=cut.unit_tokens,
+        first_head=shard.first_head,
+        num_heads=shard.num_heads,
+        unit_tokens=shard.unit_tokens,
         kinds=layout.kinds,
     )
 
 
 def _trailer(packed: Tensor) -> Tensor:
-    """The digest's place in a buffer, int64 [2]."""
+    """The checksum's place in a buffer, int64 [2]."""
     return packed[-DIGEST_BYTES:].view(torch.int64)
 
 
@@ -175,61 +175,62 @@ class ScratchStore:
 
     num_blocks = 1
 
-    def __init__(self, cut: Cut, device: torch.device):
-        self.layout, self.rank = cut.layout, cut.rank
+    def __init__(self, shard: KVShard, device: torch.device):
+        self.layout, self.rank = shard.layout, shard.rank
         self.device = str(device)
-        self._block = torch.zeros(cut.layout.block_bytes, dtype=torch.uint8, device=device)
+        self._block = torch.zeros(shard.layout.block_bytes, dtype=torch.uint8, device=device)
 
     def layer_tensor(self, layer: int) -> Tensor:
         return self._block
 
 
-def _any_unit(cut: Cut) -> tuple[Segment]:
-    return (Segment(cut.layers.start, (0,)),)
+def _any_unit(shard: KVShard) -> tuple[Segment]:
+    return (Segment(shard.layers.start, (0,)),)
 
 
-_ANY_SEAL = 1 << 62  # of 64 bits, as seals are: Triton compiles for the width that it meets
+_ANY_SEED = 1 << 62  # of 64 bits, as seeds are: Triton compiles for the width that it meets
 
 
-def warm_up_source(cut: Cut, queue: DeviceQueue, device: torch.device) -> None:
-    """Compile what a source of cuda_ipc launches for this lane, where it is not: it digests a unit."""
+def warm_up_source(shard: KVShard, queue: DeviceQueue, device: torch.device) -> None:
+    """Compile what a source of cuda_ipc launches for this rank pair, where it is not: it digests a unit."""
     with queue():
-        units = DeviceUnits(ScratchStore(cut, device), cut)
+        units = DeviceUnits(ScratchStore(shard, device), shard)
         found = torch.empty(2, dtype=torch.int64, device=device)
-        digest_units(units.places, units.addresses(_any_unit(cut)), _ANY_SEAL, found)
+        digest_units(units.places, units.addresses(_any_unit(shard)), _ANY_SEED, found)
     queue.wait()
 
 
-def warm_up_target(peer: Cut, own: Cut, queue: DeviceQueue, device: torch.device) -> None:
+def warm_up_target(peer: KVShard, own: KVShard, queue: DeviceQueue, device: torch.device) -> None:
     """Copy a unit, to compile and load what a cuda_ipc target needs; the counterpart of `warm_up_source`."""
     with queue():
-        here, there = (DeviceUnits(ScratchStore(cut, device), cut) for cut in (peer, own))
+        here, there = (DeviceUnits(ScratchStore(shard, device), shard) for shard in (peer, own))
         found = torch.empty(2, dtype=torch.int64, device=device)
         addresses = here.addresses(_any_unit(peer)), there.addresses(_any_unit(own))
-        copy_and_digest_units(here.places, addresses[0], there.places, addresses[1], _ANY_SEAL, found)
+        copy_and_digest_units(here.places, addresses[0], there.places, addresses[1], _ANY_SEED, found)
     queue.wait()
 
 
-def warm_up_lanes(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLayout], encoding: Encoding) -> None:
-    """Compile what transports of these names launch for lanes between this store's rank and workers of these layouts.
+def warm_up_pairs(names: Sequence[str], store: DeviceStore, peers: Iterable[KVLayout], encoding: Encoding) -> None:
+    """Compile what transports of these names launch for rank pairs between this store's rank and workers of these
+    layouts.
 
     Raises RuntimeError as `CudaStaging.warm_up` does, and where CUDA or Triton does.
     """
     layout, device = store.layout, torch.device(store.device)
     queue = DeviceQueue(device)
     for peer in dict.fromkeys(peers):
-        lanes = rank_pairs(layout, peer)
-        outgoing = [cut_pair(lane, layout, peer, encoding)[0] for lane in lanes if lane.source_rank == store.rank]
-        lanes = rank_pairs(peer, layout)
-        incoming = [cut_pair(lane, peer, layout, encoding) for lane in lanes if lane.target_rank == store.rank]
+        pairs = rank_pairs(layout, peer)
+        outgoing = [pair_shards(pair, layout, peer, encoding)[0] for pair in pairs if pair.source_rank == store.rank]
+        pairs = rank_pairs(peer, layout)
+        incoming = [pair_shards(pair, peer, layout, encoding) for pair in pairs if pair.target_rank == store.rank]
         if "cuda_ipc" in names and encoding == "raw":
-            for cut in outgoing:
-                warm_up_source(cut, queue, device)
+            for shard in outgoing:
+                warm_up_source(shard, queue, device)
             for theirs, own in incoming:
                 warm_up_target(theirs, own, queue, device)
         if {"torch_distributed", "nixl"} & set(names):
-            for cut in (*outgoing, *(own for _, own in incoming)):
-                CudaStaging(store, cut).warm_up()
+            for shard in (*outgoing, *(own for _, own in incoming)):
+                CudaStaging(store, shard).warm_up()
 
 
 class CudaStaging:
@@ -244,20 +245,20 @@ class CudaStaging:
 
     num_buffers = ON_GPUS.chunks_under_way
 
-    def __init__(self, store: DeviceStore, cut: Cut):
-        self._cut = cut
-        self._units = DeviceUnits(store, cut)
+    def __init__(self, store: DeviceStore, shard: KVShard):
+        self._shard = shard
+        self._units = DeviceUnits(store, shard)
         self._posting = DeviceQueue(self._units.device)
         self._waiting = DeviceQueue(self._units.device)
         self._memory: list[Tensor | None] = [None] * self.num_buffers
 
     def warm_up(self) -> None:
         """Pack a unit and unpack it. Raises RuntimeError also where the result differs."""
-        scratch = CudaStaging(ScratchStore(self._cut, self._units.device), self._cut)
-        packed, unit = scratch.buffer(0, 1), _any_unit(self._cut)
-        scratch.pack(unit, _ANY_SEAL, packed)
-        if not scratch.unpack(unit, _ANY_SEAL, packed):
-            raise RuntimeError("this GPU does not find the digest that it has computed itself")
+        scratch = CudaStaging(ScratchStore(self._shard, self._units.device), self._shard)
+        packed, unit = scratch.buffer(0, 1), _any_unit(self._shard)
+        scratch.pack(unit, _ANY_SEED, packed)
+        if not scratch.unpack(unit, _ANY_SEED, packed):
+            raise RuntimeError("this GPU does not find the checksum that it has computed itself")
 
     def buffer(self, index: int, num_units: int) -> Tensor:
         num_bytes = self._units.buffer_bytes(num_units)
@@ -272,16 +273,16 @@ class CudaStaging:
     def landing(self, index: int, num_units: int) -> Tensor:
         return self.buffer(index, num_units)  # NCCL wants the same size on both sides
 
-    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
+    def pack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> None:
         with self._posting():
-            self._units.pack(segments, seal, packed)
+            self._units.pack(segments, seed, packed)
         self._posting.wait()  # the store's blocks may be given away once the send returns
 
-    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+    def unpack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> bool:
         with self._waiting():
-            intact = self._units.unpack(segments, seal, packed)
+            is_right = self._units.unpack(segments, seed, packed)
         self._waiting.wait()
-        return intact
+        return is_right
 
     def post(self, move: Callable[[], dist.Work]) -> dist.Work:
         with self._posting():  # NCCL's own stream waits for this one

@@ -1,8 +1,8 @@
-"""The units of a lane in host memory, and their bytes on the way between there and a stream, batch by batch.
+"""The units of a rank pair in host memory, and their bytes on the way between there and a stream, batch by batch.
 
-A unit on the wire is [kinds (K and V, or latents), heads of the lane, unit_tokens, head_dim]. Where units are whole
-blocks, their batches are the blocks' own memory; otherwise they are packed through bounded staging memory, and encoded
-where that was agreed.
+A unit on the wire is [kinds (K and V, or latents), heads of the rank pair, unit_tokens, head_dim]. Where units are
+whole blocks, their batches are the blocks' own memory; otherwise they are packed through bounded staging memory, and
+encoded where that was agreed.
 
 Encoded, KV has one byte a value on the wire, with a scale for each row; half the bytes of bf16. A row is the head_dim
 values of one token and one head, of K or of V, or of its latent. It becomes head_dim codes c and a bf16 scale s: a
@@ -24,14 +24,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 
 Buffer = memoryview | NDArray[np.uint8]
 """uint8, one-dimensional, contiguous."""
 
 BATCH_BYTES = 128 * 1024
-"""Bytes of a batch: few enough that the next reader (a digest, the kernel) finds it in the processor's cache."""
-MAX_VIEWS = 1000  # in a batch: the kernel takes 1024 in one call, and a digest may follow
+"""Bytes of a batch: few enough that the next reader (a checksum, the kernel) finds it in the processor's cache."""
+MAX_VIEWS = 1000  # in a batch: the kernel takes 1024 in one call, and a checksum may follow
 
 
 class HostMemory(Protocol):
@@ -44,21 +44,21 @@ class HostMemory(Protocol):
 
 
 class HostUnits:
-    """One end of a lane in host memory. Every method raises ValueError for units that the memory hasn't.
+    """One end of a rank pair in host memory. Every method raises ValueError for units that the memory hasn't.
 
     Thread-safe: nothing is kept between calls. numpy moves bytes without the interpreter's lock.
     """
 
-    def __init__(self, memory: HostMemory, cut: Cut):
-        layout = cut.layout
-        self.unit_bytes = cut.stored_unit_bytes
-        self.is_whole_blocks = cut.units_per_block == 1 and cut.num_heads == layout.heads_per_rank
-        self._parts = cut.units_per_block
+    def __init__(self, memory: HostMemory, shard: KVShard):
+        layout = shard.layout
+        self.unit_bytes = shard.stored_unit_bytes
+        self.is_whole_blocks = shard.units_per_block == 1 and shard.num_heads == layout.heads_per_rank
+        self._parts = shard.units_per_block
         self._num_units = memory.num_blocks * self._parts
-        self._layers = {layer: memory.layer_bytes(cut.tensor_of(layer)) for layer in cut.layers}
-        rows = layout.kinds * cut.num_heads  # of a unit: `unit_tokens` tokens each
+        self._layers = {layer: memory.layer_bytes(shard.tensor_of(layer)) for layer in shard.layers}
+        rows = layout.kinds * shard.num_heads  # of a unit: `unit_tokens` tokens each
         shape = memory.num_blocks, layout.kinds, layout.heads_per_rank, self._parts, self.unit_bytes // rows
-        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
+        heads = slice(shard.first_head, shard.first_head + shard.num_heads)
         self._arrays = {
             layer: np.frombuffer(memory, np.uint8).reshape(shape)[:, :, heads] for layer, memory in self._layers.items()
         }
@@ -116,33 +116,33 @@ class HostUnits:
 class HostWire:
     """Both directions of one stream of units, batch by batch; one thread at a time."""
 
-    def __init__(self, memory: HostMemory, cut: Cut):
-        self._cut = cut
-        self._units = HostUnits(memory, cut)
+    def __init__(self, memory: HostMemory, shard: KVShard):
+        self.shard = shard
+        self._units = HostUnits(memory, shard)
         self._batch_units = max(1, BATCH_BYTES // self._units.unit_bytes)
         self._raw = np.empty(0, np.uint8)  # one batch as stored, and as on the wire: the same where not encoded
         self._wire = self._raw
 
     def outgoing(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
         """Yield the units' bytes in their form on the wire. A batch is valid until the next one. Raises ValueError."""
-        if self._cut.is_whole_blocks:
+        if self.shard.is_whole_blocks:
             yield from batches(self._units.views(segments))
             return
         for part, raw, wire in self._staged(segments):
             self._units.pack(part, raw)
-            if self._cut.encoding != "raw":
-                encode(raw, self._cut, wire)
+            if self.shard.encoding != "raw":
+                encode(raw, self.shard, wire)
             yield [wire.data]
 
     def incoming(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
         """Yield room for the units' bytes, which move to their places with the next batch. Raises ValueError."""
-        if self._cut.is_whole_blocks:
+        if self.shard.is_whole_blocks:
             yield from batches(self._units.views(segments))
             return
         for part, raw, wire in self._staged(segments):
             yield [wire.data]
-            if self._cut.encoding != "raw":
-                decode(wire, self._cut, raw)
+            if self.shard.encoding != "raw":
+                decode(wire, self.shard, raw)
             self._units.unpack(part, raw)
 
     def _staged(
@@ -150,11 +150,11 @@ class HostWire:
     ) -> Iterator[tuple[list[Segment], NDArray[np.uint8], NDArray[np.uint8]]]:
         if not self._raw.size:
             self._raw = np.empty(self._batch_units * self._units.unit_bytes, np.uint8)
-            is_raw = self._cut.encoding == "raw"
-            self._wire = self._raw if is_raw else np.empty(self._batch_units * self._cut.unit_bytes, np.uint8)
+            is_raw = self.shard.encoding == "raw"
+            self._wire = self._raw if is_raw else np.empty(self._batch_units * self.shard.unit_bytes, np.uint8)
         for part in split_segments(segments, range(0, count_units(segments), self._batch_units)):
             count = count_units(part)
-            yield part, self._raw[: count * self._units.unit_bytes], self._wire[: count * self._cut.unit_bytes]
+            yield part, self._raw[: count * self._units.unit_bytes], self._wire[: count * self.shard.unit_bytes]
 
 
 def adjacent_runs(ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ def split_segments(segments: Sequence[Segment], starts: Sequence[int]) -> list[l
     return parts
 
 
-def encode(raw: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
+def encode(raw: NDArray[np.uint8], shard: KVShard, out: NDArray[np.uint8]) -> None:
     """Units as stored -> as on the wire. The interpreter's lock is free meanwhile.
 
     raw [units * cut.stored_unit_bytes] of `cut.layout.dtype`, out [units * cut.unit_bytes]; both contiguous, apart from
@@ -217,14 +217,14 @@ def encode(raw: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
     """
     from twostroke.model.cpu.kernels.kv_encode import encode_rows
 
-    encode_rows(cut.encoding, cut.layout.dtype, raw, out, out.size // cut.unit_bytes, cut.layout.head_dim)
+    encode_rows(shard.encoding, shard.layout.dtype, raw, out, out.size // shard.unit_bytes, shard.layout.head_dim)
 
 
-def decode(wire: NDArray[np.uint8], cut: Cut, out: NDArray[np.uint8]) -> None:
+def decode(wire: NDArray[np.uint8], shard: KVShard, out: NDArray[np.uint8]) -> None:
     """Units as on the wire -> as this side stores them, in `cut.layout.dtype`, which may differ from the source's.
 
     wire [units * cut.unit_bytes], out [units * cut.stored_unit_bytes]; as for `encode`.
     """
     from twostroke.model.cpu.kernels.kv_encode import decode_rows
 
-    decode_rows(cut.encoding, cut.layout.dtype, wire, out, wire.size // cut.unit_bytes, cut.layout.head_dim)
+    decode_rows(shard.encoding, shard.layout.dtype, wire, out, wire.size // shard.unit_bytes, shard.layout.head_dim)

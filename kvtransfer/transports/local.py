@@ -1,13 +1,13 @@
 """Links between two processes of one machine, on which the target reads the source's memory: shm and cuda_ipc.
 
 The source describes its cache once. From then on a chunk is a short message over a unix socket: the ids of the source's
-units, int32, and the digest of their bytes. The target copies those units out of the source's memory into its own,
+units, int32, and the checksum of their bytes. The target copies those units out of the source's memory into its own,
 digests what it has written, and compares. What the memory is, and how it is read, is each transport's own.
 
 Why a zombie can do no harm: the source never maps the target's cache, so whatever it does after its lease, it writes
 nothing there. Only the target's own thread writes into the target's blocks, for a transfer that the target still holds
-blocks for. What it reads after the source has given a block to another request doesn't fit the digest, or belongs to a
-transfer that has ended.
+blocks for. What it reads after the source has given a block to another request doesn't fit the checksum, or belongs to
+a transfer that has ended.
 
 The socket has an abstract name: nothing is left in the file system.
 """
@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DIGEST_BYTES, LinkParams
+from twostroke.kvtransfer.layout import KVShard, Segment
+from twostroke.kvtransfer.link import CHECKSUM_BYTES, LinkParams
 from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
@@ -56,7 +56,8 @@ R = TypeVar("R")
 
 
 class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The description of a source's memory and of its end of the lane. A transport adds the places of its layers."""
+    """The description of a source's memory and of its end of the rank pair. A transport adds the places of its
+    layers."""
 
     layout: KVLayout
     rank: int
@@ -75,8 +76,8 @@ def send_description(connected: socket.socket, description: PoolDescription) -> 
     connected.sendall(_LENGTH.pack(len(described)) + described)
 
 
-def receive_description(connected: socket.socket, kind: type[D], cut: Cut) -> tuple[D, Cut]:
-    """Return the peer's description and its end of the lane; `cut` is this side's end.
+def receive_description(connected: socket.socket, kind: type[D], shard: KVShard) -> tuple[D, KVShard]:
+    """Return the peer's description and its end of the rank pair; `shard` is this side's end.
 
     Raises OSError, and ProtocolError for a description that does not fit.
     """
@@ -88,23 +89,23 @@ def receive_description(connected: socket.socket, kind: type[D], cut: Cut) -> tu
     except msgspec.DecodeError as error:
         raise ProtocolError(f"the peer's cache is not described as it must be: {error}") from error
     layout = description.layout
-    why = incompatibility(layout, cut.layout)
+    why = incompatibility(layout, shard.layout)
     if why is not None:
         raise ProtocolError(f"the peer's cache doesn't fit: {why}")
-    if (description.num_heads, description.unit_tokens) != (cut.num_heads, cut.unit_tokens):
-        raise ProtocolError("the peer's lane is cut into other units than ours")
+    if (description.num_heads, description.unit_tokens) != (shard.num_heads, shard.unit_tokens):
+        raise ProtocolError("the peer's rank pair is cut into other units than ours")
     if not 0 <= description.first_head <= layout.heads_per_rank - description.num_heads:
-        raise ProtocolError("the peer's lane has heads that its cache has not")
+        raise ProtocolError("the peer's rank pair has heads that its cache has not")
     held = layout.layers_of(description.rank) if 0 <= description.rank < layout.num_ranks else range(0)
-    if not held.start <= cut.layers.start < cut.layers.stop <= held.stop:
-        raise ProtocolError("the peer's lane has layers that its cache has not")
+    if not held.start <= shard.layers.start < shard.layers.stop <= held.stop:
+        raise ProtocolError("the peer's rank pair has layers that its cache has not")
     if layout.rank_tokens % description.unit_tokens:
         raise ProtocolError("the peer's blocks can't be cut into units")
     heads = description.first_head, description.num_heads
-    peer_cut = Cut(layout, description.rank, cut.layers, *heads, description.unit_tokens, "raw")
-    if not 0 < description.num_blocks <= MAX_UNIT_ID // peer_cut.units_per_block:
+    peer_shard = KVShard(layout, description.rank, shard.layers, *heads, description.unit_tokens, "raw")
+    if not 0 < description.num_blocks <= MAX_UNIT_ID // peer_shard.units_per_block:
         raise ProtocolError(f"the peer has {description.num_blocks} blocks")
-    return description, peer_cut
+    return description, peer_shard
 
 
 class SourceMemory(Protocol):
@@ -113,8 +114,8 @@ class SourceMemory(Protocol):
     def describe(self, connected: socket.socket) -> None:
         """Tell the peer how to read it."""
 
-    def digest(self, segments: Sequence[Segment], seal: int) -> bytes | Rest[bytes]:
-        """Return the digest of these units' bytes now, or a Rest that another thread waits for, in order."""
+    def checksum(self, segments: Sequence[Segment], seed: int) -> bytes | Rest[bytes]:
+        """Return the checksum of these units' bytes now, or a Rest that another thread waits for, in order."""
 
 
 class TargetMemory(Protocol):
@@ -123,8 +124,8 @@ class TargetMemory(Protocol):
     def map(self, connected: socket.socket) -> int:
         """Receive what `describe` sends, and make the peer's memory readable here; returns how many units it has."""
 
-    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seal: int) -> bytes | Rest[bytes]:
-        """Copy the peer's units to these places; returns the digest of what was written, or, as soon as the copy is
+    def copy(self, peer_ids: NDArray[np.int32], segments: Sequence[Segment], seed: int) -> bytes | Rest[bytes]:
+        """Copy the peer's units to these places; returns the checksum of what was written, or, as soon as the copy is
         launched, how to wait for it: on another thread, in the order of the copies."""
 
     def unmap(self) -> None:
@@ -141,7 +142,7 @@ def _then(result: bytes | Rest[bytes], use: Callable[[bytes], R]) -> R | Rest[R]
 class LocalSource:
     """The sending end: says which units to read, and what they must amount to."""
 
-    most_chunk_bytes = None
+    max_chunk_bytes = None
     shortfall = None
 
     def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[["LocalEnd"], None]):
@@ -153,8 +154,8 @@ class LocalSource:
         """Agree with the peer on our memory. Raises ConnectionLost; the link has to be closed then, too."""
         await self._thread.call(self._open, timeout_s)
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        await self._thread.call(self._send, segments, seal)
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
+        await self._thread.call(self._send, segments, seed)
 
     async def close(self) -> None:
         await self._thread.close()
@@ -167,13 +168,13 @@ class LocalSource:
         receive_exactly(connected, len(_READY))
         connected.settimeout(None)
 
-    def _send(self, segments: Sequence[Segment], seal: int) -> Rest[None] | None:
+    def _send(self, segments: Sequence[Segment], seed: int) -> Rest[None] | None:
         ids = array("i")
         for segment in segments:
             ids.extend(segment.unit_ids)
         return _then(
-            self._memory.digest(segments, seal),
-            lambda digest: self._thread.socket.sendall(ids.tobytes() + digest),
+            self._memory.checksum(segments, seed),
+            lambda checksum: self._thread.socket.sendall(ids.tobytes() + checksum),
         )
 
 
@@ -190,8 +191,8 @@ class LocalTarget:
         """Connect to the source, like LocalSource.open."""
         await self._thread.call(self._open, timeout_s)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        return await self._thread.call(self._receive, segments, seal)
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
+        return await self._thread.call(self._receive, segments, seed)
 
     async def discard(self, num_units: int) -> None:
         await self._thread.call(self._read_chunk, num_units)
@@ -208,15 +209,15 @@ class LocalTarget:
         connected.settimeout(None)
 
     def _read_chunk(self, num_units: int) -> tuple[NDArray[np.int32], bytes]:
-        """The ids of the peer's units, and their digest."""
-        received = receive_exactly(self._thread.socket, num_units * _ID_BYTES + DIGEST_BYTES)
-        return np.frombuffer(received, np.int32, num_units), bytes(received[-DIGEST_BYTES:])
+        """The ids of the peer's units, and their checksum."""
+        received = receive_exactly(self._thread.socket, num_units * _ID_BYTES + CHECKSUM_BYTES)
+        return np.frombuffer(received, np.int32, num_units), bytes(received[-CHECKSUM_BYTES:])
 
-    def _receive(self, segments: Sequence[Segment], seal: int) -> bool | Rest[bool]:
-        peer_ids, digest = self._read_chunk(count_units(segments))
+    def _receive(self, segments: Sequence[Segment], seed: int) -> bool | Rest[bool]:
+        peer_ids, checksum = self._read_chunk(count_units(segments))
         if peer_ids.size and not (peer_ids.min() >= 0 and peer_ids.max() < self._num_peer_units):
             raise ProtocolError(f"the peer names units outside of its {self._num_peer_units}")
-        return _then(self._memory.copy(peer_ids, segments, seal), lambda found: hmac.compare_digest(found, digest))
+        return _then(self._memory.copy(peer_ids, segments, seed), lambda found: hmac.compare_digest(found, checksum))
 
 
 LocalEnd = LocalSource | LocalTarget
@@ -235,9 +236,9 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
 
     name: str
 
-    async def prepare(self, host: str, cut: Cut) -> LinkListener[LocalTarget]:
-        self._check(cut)
-        memory = self._target_memory(cut)
+    async def prepare(self, host: str, shard: KVShard) -> LinkListener[LocalTarget]:
+        self._check(shard)
+        memory = self._target_memory(shard)
         params = _LocalParams(secrets.token_hex(16), secrets.token_bytes(TOKEN_BYTES))
         try:
             listener = socket.create_server(_PREFIX + params.name.encode(), family=socket.AF_UNIX)
@@ -250,9 +251,9 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
 
         return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
 
-    async def join(self, params: LinkParams, cut: Cut) -> LocalSource:
-        self._check(cut)
-        memory = self._source_memory(cut)
+    async def join(self, params: LinkParams, shard: KVShard) -> LocalSource:
+        self._check(shard)
+        memory = self._source_memory(shard)
         theirs = read_params(params, _LocalParams, self.name)
         address = _PREFIX + theirs.name.encode()
         (connected,) = await dial(socket.AF_UNIX, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
@@ -263,15 +264,15 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
         return await self._opened(LocalSource(thread, memory, self.links.discard))
 
     @abstractmethod
-    def _source_memory(self, cut: Cut) -> SourceMemory: ...
+    def _source_memory(self, shard: KVShard) -> SourceMemory: ...
 
     @abstractmethod
-    def _target_memory(self, cut: Cut) -> TargetMemory: ...
+    def _target_memory(self, shard: KVShard) -> TargetMemory: ...
 
-    def _check(self, cut: Cut) -> None:
+    def _check(self, shard: KVShard) -> None:
         """Raises ConnectionLost for KV that this transport can't move."""
-        if cut.encoding != "raw":
-            raise ConnectionLost(f"{self.name} moves KV as it is stored, not encoded as {cut.encoding}")
+        if shard.encoding != "raw":
+            raise ConnectionLost(f"{self.name} moves KV as it is stored, not encoded as {shard.encoding}")
 
     async def _opened(self, link: E) -> E:
         """The link, open. Closed where that fails."""

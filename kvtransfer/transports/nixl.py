@@ -7,10 +7,10 @@ when it has read that. NIXL moves the chunk itself, from a buffer of the source'
 Why packed, and not block by block: a descriptor costs about 10 us wherever it was measured, and a chunk of 4 MiB in
 rows of 4 KiB (heads shared unequally) has 1024 of them. Packed it has one, whatever the blocks' sizes are, encodings
 work, and what is registered (and locked in memory) is a few chunks a link instead of the whole cache. The price is one
-copy on either side, of bytes that the digest reads anyway.
+copy on either side, of bytes that the checksum reads anyway.
 
 Why a zombie, or a read that hangs, can do no harm: the target reads, the source never writes; and it reads into its
-buffer. From there bytes get into blocks by the target's own thread, after their digest held, and not once the link is
+buffer. From there bytes get into blocks by the target's own thread, after their checksum held, and not once the link is
 closed. NIXL itself can't be trusted with more: releasing a read that is under way returns as if it had ended, while UCX
 goes on with it until the agent is gone. So each link has an agent, which ends with it, and then its buffers.
 
@@ -45,8 +45,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from twostroke.kvtransfer.fabric import interface_of, rdma_ports
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.fabric import interface_at, rdma_ports
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.link import DeviceStore, KVStore, LinkParams
 from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
@@ -114,17 +114,17 @@ class NixlTransport(SocketTransport["NixlEnd"]):
     name = "nixl"
 
     def __init__(
-        self, store: KVStore, *, machine: str, join_timeout_s: float = 10.0, most_chunk_bytes: int | None = None
+        self, store: KVStore, *, machine: str, join_timeout_s: float = 10.0, max_chunk_bytes: int | None = None
     ):
-        """`machine` is equal where two processes can copy each other's memory. Chunks have `most_chunk_bytes` at most,
+        """`machine` is equal where two processes can copy each other's memory. Chunks have `max_chunk_bytes` at most,
         or one unit."""
         super().__init__(join_timeout_s)
         self._store = store
         self._machine = machine
         self._has_rdma = any(port.is_active for port in rdma_ports())
-        self._most_chunk_bytes = most_chunk_bytes or MAX_CHUNK_BYTES
+        self._max_chunk_bytes = max_chunk_bytes or MAX_CHUNK_BYTES
 
-    async def prepare(self, host: str, cut: Cut) -> "LinkListener[NixlTarget]":
+    async def prepare(self, host: str, shard: KVShard) -> "LinkListener[NixlTarget]":
         """Raises ConnectionLost where `host` is not an address of this machine."""
         try:
             family, address = await resolve(host, 0)
@@ -133,16 +133,16 @@ class NixlTransport(SocketTransport["NixlEnd"]):
             raise ConnectionLost(f"can't listen on {host}: {error}") from error
         token = secrets.token_bytes(TOKEN_BYTES)
         port = listener.getsockname()[1]
-        params = _NixlParams(host, port, token, self._machine, int(self._has_rdma), self._most_chunk_bytes)
+        params = _NixlParams(host, port, token, self._machine, int(self._has_rdma), self._max_chunk_bytes)
 
         async def make_link(connections: list[socket.socket]) -> NixlTarget:
             return await self._opened(
-                NixlTarget(connections[0], self._store, cut, self._units(cut), self.links.discard)
+                NixlTarget(connections[0], self._store, shard, self._units(shard), self.links.discard)
             )
 
         return LinkListener(self, listener, token, msgspec.to_builtins(params), make_link, most=1)
 
-    async def join(self, params: LinkParams, cut: Cut) -> "NixlSource":
+    async def join(self, params: LinkParams, shard: KVShard) -> "NixlSource":
         theirs = read_params(params, _NixlParams, self.name)
         if theirs.machine != self._machine and not (theirs.has_rdma and self._has_rdma):
             side = "the source's" if theirs.has_rdma else "the target's"
@@ -155,12 +155,12 @@ class NixlTransport(SocketTransport["NixlEnd"]):
         except OSError as error:
             raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
         (connected,) = await dial(family, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
-        units = min(self._units(cut), max(1, theirs.chunk_bytes // cut.unit_bytes))
-        return await self._opened(NixlSource(connected, self._store, cut, units, self.links.discard))
+        units = min(self._units(shard), max(1, theirs.chunk_bytes // shard.unit_bytes))
+        return await self._opened(NixlSource(connected, self._store, shard, units, self.links.discard))
 
-    def _units(self, cut: Cut) -> int:
+    def _units(self, shard: KVShard) -> int:
         """Return the most units of one chunk."""
-        return max(1, self._most_chunk_bytes // cut.unit_bytes)
+        return max(1, self._max_chunk_bytes // shard.unit_bytes)
 
     async def _opened(self, link: "E") -> "E":
         """The link, open. Closed where that fails."""
@@ -177,13 +177,18 @@ class NixlEnd(ABC):
     """The common part of both ends: the link's threads, a NIXL agent, and its buffers, which a queue hands out."""
 
     def __init__(
-        self, connected: socket.socket, store: KVStore, cut: Cut, num_units: int, on_close: Callable[["NixlEnd"], None]
+        self,
+        connected: socket.socket,
+        store: KVStore,
+        shard: KVShard,
+        num_units: int,
+        on_close: Callable[["NixlEnd"], None],
     ):
         """`num_units` is what a buffer has room for, at most."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._thread = LinkThread(connected, "kv-nixl")
-        self._staging: Staging = make_staging(store, cut)
-        self._unit_bytes = cut.unit_bytes
+        self._staging: Staging = make_staging(store, shard)
+        self._unit_bytes = shard.unit_bytes
         self._num_units = num_units
         self._memory, self._device = "DRAM", 0
         if isinstance(store, DeviceStore):
@@ -225,7 +230,7 @@ class NixlEnd(ABC):
         self._buffers = []
 
     def _packed(self, index: int, num_units: int) -> Tensor:
-        """Return the beginning of a buffer, with room for the units and their digest. Raises ProtocolError."""
+        """Return the beginning of a buffer, with room for the units and their checksum. Raises ProtocolError."""
         if num_units > self._num_units:
             raise ProtocolError(f"a chunk of {num_units} units has no room in buffers of {self._num_units}")
         return self._staging.buffer(index, num_units)
@@ -241,11 +246,11 @@ class NixlSource(NixlEnd):
     shortfall = None
 
     @property
-    def most_chunk_bytes(self) -> int | None:
+    def max_chunk_bytes(self) -> int | None:
         return self._num_units * self._unit_bytes
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        await self._thread.call(self._send, segments, seal)
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
+        await self._thread.call(self._send, segments, seed)
 
     def _open(self, timeout_s: float) -> None:
         self._register()
@@ -258,11 +263,11 @@ class NixlSource(NixlEnd):
         self._await_done(time.monotonic() + timeout_s)
         connected.settimeout(None)
 
-    def _send(self, segments: Sequence[Segment], seal: int) -> Rest[None] | None:
+    def _send(self, segments: Sequence[Segment], seed: int) -> Rest[None] | None:
         index = self._free.get()  # while all are being read, this thread waits: until then, or until the link breaks
         try:
             packed = self._packed(index, count_units(segments))
-            self._staging.pack(segments, seal, packed)
+            self._staging.pack(segments, seed, packed)
             self._announce(index, packed)
         except BaseException:
             self._free.put(index)
@@ -292,14 +297,19 @@ class NixlTarget(NixlEnd):
     """The receiving end: the only one that moves bytes."""
 
     def __init__(
-        self, connected: socket.socket, store: KVStore, cut: Cut, num_units: int, on_close: Callable[[NixlEnd], None]
+        self,
+        connected: socket.socket,
+        store: KVStore,
+        shard: KVShard,
+        num_units: int,
+        on_close: Callable[[NixlEnd], None],
     ):
-        super().__init__(connected, store, cut, num_units, on_close)
+        super().__init__(connected, store, shard, num_units, on_close)
         self._peer = ""  # its agent's name, and where its buffers are: from `_open` on
         self._offered = Offered(b"", (), 1, 0)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        return await self._thread.call(self._receive, segments, seal)
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
+        return await self._thread.call(self._receive, segments, seed)
 
     async def discard(self, num_units: int) -> None:
         await self._thread.call(self._discard)
@@ -324,7 +334,7 @@ class NixlTarget(NixlEnd):
         connected.sendall(_DONE)
         connected.settimeout(None)
 
-    def _receive(self, segments: Sequence[Segment], seal: int) -> bool | Rest[bool]:
+    def _receive(self, segments: Sequence[Segment], seed: int) -> bool | Rest[bool]:
         index = self._free.get()  # while all are being unpacked, this thread waits
         try:
             packed = self._packed(index, count_units(segments))
@@ -332,7 +342,7 @@ class NixlTarget(NixlEnd):
         except BaseException:
             self._free.put(index)
             raise
-        return Rest(lambda: self._unpack(index, segments, seal, packed))
+        return Rest(lambda: self._unpack(index, segments, seed, packed))
 
     def _fetch(self, packed: Tensor) -> None:
         """The next chunk, into this buffer."""
@@ -342,11 +352,11 @@ class NixlTarget(NixlEnd):
         self._read(self._offered.addresses[theirs], packed, None)
         self._thread.socket.sendall(_DONE)
 
-    def _unpack(self, index: int, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+    def _unpack(self, index: int, segments: Sequence[Segment], seed: int, packed: Tensor) -> bool:
         try:
             if self._thread.is_broken:
                 raise ConnectionLost("the link is closed")
-            return self._staging.unpack(segments, seal, packed)
+            return self._staging.unpack(segments, seed, packed)
         finally:
             self._free.put(index)
 
@@ -406,7 +416,7 @@ def make_agent(address: str) -> Any:
     """A nixl_agent over UCX, for links of this machine's `address`. Raises ConnectionLost."""
     with _making_agents:
         if _NET_DEVICES not in os.environ:
-            interface = interface_of(address)
+            interface = interface_at(address)
             if interface is None:
                 raise ConnectionLost(
                     f"no interface has {address} as its first IPv4 address: name UCX's in {_NET_DEVICES}"

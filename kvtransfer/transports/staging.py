@@ -1,6 +1,6 @@
 """Copies between a store's units and contiguous buffers that a process group can send, or NIXL read.
 
-A buffer holds a chunk in its form on the wire: its units one after the other, encoded where agreed, and their digest.
+A buffer holds a chunk in its form on the wire: its units one after the other, encoded where agreed, and their checksum.
 So a chunk is one message, however many blocks and layers it spans.
 """
 
@@ -14,8 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DIGEST_BYTES, ON_HOSTS, DeviceStore, HostStore, KVStore
+from twostroke.kvtransfer.layout import KVShard, Segment
+from twostroke.kvtransfer.link import CHECKSUM_BYTES, ON_HOSTS, DeviceStore, HostStore, KVStore
 from twostroke.kvtransfer.transports.host_units import HostWire
 
 MAX_CHUNK_BYTES = ON_HOSTS.chunk_bytes  # that a source sends at once, if nothing else is configured
@@ -41,11 +41,11 @@ class Staging(Protocol):
     def landing(self, index: int, num_units: int) -> Tensor:
         """Return the memory that a receive is posted into: uint8 [at least as many]; `buffer` is its beginning."""
 
-    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
-        """Copy units and their digest into `packed`."""
+    def pack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> None:
+        """Copy units and their checksum into `packed`."""
 
-    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
-        """Copy `packed` into units, before returning True; with a wrong digest, touch no unit and return False."""
+    def unpack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> bool:
+        """Copy `packed` into units, before returning True; with a wrong checksum, touch no unit and return False."""
 
     def post(self, move: Callable[[], dist.Work]) -> dist.Work:
         """Start a send of packed units, or a receive."""
@@ -59,41 +59,41 @@ class HostStaging:
 
     A receive has room for the largest chunk there can be, of MAX_CHUNK_BYTES or a single unit. Gloo ends the process
     when a message is larger than the receive that it meets, which may happen once chunks are out of step with their
-    announcements. It accepts a smaller message, and the digest then fails.
+    announcements. It accepts a smaller message, and the checksum then fails.
     """
 
     num_buffers = ON_HOSTS.chunks_under_way
 
-    def __init__(self, store: HostStore, cut: Cut):
-        self._cut = cut
-        self._landing_bytes = max(MAX_CHUNK_BYTES, cut.unit_bytes) + DIGEST_BYTES
-        self._wire = HostWire(store, cut)
+    def __init__(self, store: HostStore, shard: KVShard):
+        self._shard = shard
+        self._landing_bytes = max(MAX_CHUNK_BYTES, shard.unit_bytes) + CHECKSUM_BYTES
+        self._wire = HostWire(store, shard)
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(self.num_buffers)]
 
     def warm_up(self) -> None:
         """Do nothing: kernels for host memory are compiled with the first chunk, in the background or not at all."""
 
     def buffer(self, index: int, num_units: int) -> Tensor:
-        num_bytes = num_units * self._cut.unit_bytes + DIGEST_BYTES
+        num_bytes = num_units * self._shard.unit_bytes + CHECKSUM_BYTES
         return self._grown(index, num_bytes)[:num_bytes]
 
     def landing(self, index: int, num_units: int) -> Tensor:
-        return self._grown(index, max(num_units * self._cut.unit_bytes + DIGEST_BYTES, self._landing_bytes))
+        return self._grown(index, max(num_units * self._shard.unit_bytes + CHECKSUM_BYTES, self._landing_bytes))
 
-    def pack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> None:
+    def pack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> None:
         array: NDArray[np.uint8] = packed.numpy()
-        end = array.size - DIGEST_BYTES
+        end = array.size - CHECKSUM_BYTES
         at = 0
         for batch in self._wire.outgoing(segments):
             for view in batch:
                 array[at : at + view.nbytes] = view
                 at += view.nbytes
-        array[end:] = np.frombuffer(xxhash.xxh3_128_digest(array[:end].data, seed=seal), np.uint8)
+        array[end:] = np.frombuffer(xxhash.xxh3_128_digest(array[:end].data, seed=seed), np.uint8)
 
-    def unpack(self, segments: Sequence[Segment], seal: int, packed: Tensor) -> bool:
+    def unpack(self, segments: Sequence[Segment], seed: int, packed: Tensor) -> bool:
         array: NDArray[np.uint8] = packed.numpy()
-        end = array.size - DIGEST_BYTES
-        if xxhash.xxh3_128_digest(array[:end].data, seed=seal) != array[end:].tobytes():
+        end = array.size - CHECKSUM_BYTES
+        if xxhash.xxh3_128_digest(array[:end].data, seed=seed) != array[end:].tobytes():
             return False
         at = 0
         for batch in self._wire.incoming(segments):
@@ -114,13 +114,13 @@ class HostStaging:
         return self._memory[index]
 
 
-def make_staging(store: KVStore, cut: Cut) -> Staging:
+def make_staging(store: KVStore, shard: KVShard) -> Staging:
     """Make the staging buffers of one end of a link. Raises TypeError for an unknown store."""
     if isinstance(store, HostStore):
-        return HostStaging(store, cut)
+        return HostStaging(store, shard)
     if isinstance(store, DeviceStore):
         from twostroke.kvtransfer.transports.device_units import CudaStaging  # loads Triton
 
-        staging: Staging = CudaStaging(store, cut)
+        staging: Staging = CudaStaging(store, shard)
         return staging
     raise TypeError(f"{type(store).__name__} is neither a HostStore nor a DeviceStore")

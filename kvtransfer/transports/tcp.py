@@ -4,7 +4,7 @@ A chunk is cut into parts, one for each stream, by a rule that both sides know; 
 each other on their streams. Each stream has a thread, which moves its part (`sendmsg`, `recvmsg_into`) and digests it.
 
 The two ends find each other through a LinkListener (sockets.py). The bytes that follow are neither authenticated nor
-encrypted: the KV network is trusted not to alter them on purpose; digests find accidents.
+encrypted: the KV network is trusted not to alter them on purpose; checksums find accidents.
 
 A source that wakes after its lease can do no harm: it can only fill sockets. The receiving side decides which bytes go
 where, and once its link is closed nothing reads them.
@@ -21,8 +21,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import xxhash
 
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DIGEST_BYTES, HostStore, LinkParams
+from twostroke.kvtransfer.layout import KVShard, Segment
+from twostroke.kvtransfer.link import CHECKSUM_BYTES, HostStore, LinkParams
 from twostroke.kvtransfer.transports.host_units import BATCH_BYTES, HostWire, count_units, split_segments
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
@@ -75,7 +75,7 @@ class TcpTransport(SocketTransport["TcpLink"]):
         self._streams = streams
         self._max_bytes_per_s = max_bytes_per_s
 
-    async def prepare(self, host: str, cut: Cut) -> "LinkListener[TcpLink]":
+    async def prepare(self, host: str, shard: KVShard) -> "LinkListener[TcpLink]":
         """Listen on `host`. Raises ConnectionLost where it is not an address of this machine."""
         try:
             family, address = await resolve(host, 0)
@@ -85,11 +85,11 @@ class TcpTransport(SocketTransport["TcpLink"]):
         params = _TcpParams(host, listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), self._streams)
 
         async def make_link(connections: list[socket.socket]) -> TcpLink:
-            return self._make_link(connections, cut)
+            return self._make_link(connections, shard)
 
         return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=self._streams)
 
-    async def join(self, params: LinkParams, cut: Cut) -> "TcpLink":
+    async def join(self, params: LinkParams, shard: KVShard) -> "TcpLink":
         theirs = read_params(params, _TcpParams, self.name)
         try:
             family, address = await resolve(theirs.host, theirs.port)
@@ -100,10 +100,10 @@ class TcpTransport(SocketTransport["TcpLink"]):
         if self._max_bytes_per_s is not None:
             for each in connected:
                 _pace(each, max(1, self._max_bytes_per_s // len(connected)))
-        return self._make_link(connected, cut)
+        return self._make_link(connected, shard)
 
-    def _make_link(self, connected: Sequence[socket.socket], cut: Cut) -> "TcpLink":
-        link = TcpLink(connected, self._store, cut, self.links.discard)
+    def _make_link(self, connected: Sequence[socket.socket], shard: KVShard) -> "TcpLink":
+        link = TcpLink(connected, self._store, shard, self.links.discard)
         self.links.add(link)
         return link
 
@@ -111,21 +111,25 @@ class TcpTransport(SocketTransport["TcpLink"]):
 class TcpLink:
     """A DataLink over connected sockets, which it owns."""
 
-    most_chunk_bytes = None
+    max_chunk_bytes = None
     shortfall = None
 
     def __init__(
-        self, connected: Sequence[socket.socket], store: HostStore, cut: Cut, on_close: Callable[["TcpLink"], None]
+        self,
+        connected: Sequence[socket.socket],
+        store: HostStore,
+        shard: KVShard,
+        on_close: Callable[["TcpLink"], None],
     ):
-        self._streams = [TcpStream(each, HostWire(store, cut)) for each in connected]
-        self._unit_bytes = cut.unit_bytes
+        self._streams = [TcpStream(each, HostWire(store, shard)) for each in connected]
+        self._unit_bytes = shard.unit_bytes
         self._on_close = on_close
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
-        await self._all(part.thread.call(part.send, *own) for part, own in self._parts(segments, seal))
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
+        await self._all(part.thread.call(part.send, *own) for part, own in self._parts(segments, seed))
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-        return all(await self._all(part.thread.call(part.receive, *own) for part, own in self._parts(segments, seal)))
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
+        return all(await self._all(part.thread.call(part.receive, *own) for part, own in self._parts(segments, seed)))
 
     async def discard(self, num_units: int) -> None:
         streams = zip(self._streams, pairwise(self._bounds(num_units)), strict=False)
@@ -144,15 +148,15 @@ class TcpLink:
         return [num_units * i // count for i in range(count + 1)]
 
     def _parts(
-        self, segments: Sequence[Segment], seal: int
+        self, segments: Sequence[Segment], seed: int
     ) -> list[tuple["TcpStream", tuple[list[Segment], int, int]]]:
-        """Yield for each stream that carries a part of the chunk its units, their bytes, and the seed of its digest.
+        """Yield for each stream that carries a part of the chunk its units, their bytes, and the seed of its checksum.
 
         The seeds differ, so that one part does not pass for another.
         """
         bounds = self._bounds(count_units(segments))
         return [
-            (stream, (own, (end - first) * self._unit_bytes, (seal + i) % 2**64))
+            (stream, (own, (end - first) * self._unit_bytes, (seed + i) % 2**64))
             for i, (stream, own, (first, end)) in enumerate(
                 zip(self._streams, split_segments(segments, bounds[:-1]), pairwise(bounds), strict=False)
             )
@@ -174,7 +178,7 @@ class TcpLink:
 class TcpStream:
     """Owns a connected socket and, in `thread`, the thread that blocks on it, which the other methods belong to.
 
-    A part of a chunk is its units' bytes and then their digest, which is computed batch by batch while the bytes are
+    A part of a chunk is its units' bytes and then their checksum, which is computed batch by batch while the bytes are
     hot: the sender's just before they go to the kernel, the receiver's just after they came from it. The methods block,
     and raise OSError, ConnectionLost or ValueError.
     """
@@ -186,30 +190,30 @@ class TcpStream:
         self._wire = wire
 
     def send(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> None:
-        """Send units, `num_bytes` on the wire, and their digest."""
-        digest = xxhash.xxh3_128(seed=seed)
+        """Send units, `num_bytes` on the wire, and their checksum."""
+        checksum = xxhash.xxh3_128(seed=seed)
         for batch in self._wire.outgoing(segments):
             for view in batch:
-                digest.update(view)
+                checksum.update(view)
                 num_bytes -= view.nbytes
             if num_bytes == 0:
-                batch.append(memoryview(digest.digest()))
+                batch.append(memoryview(checksum.digest()))
             self._move(batch, self._socket.sendmsg)
 
     def receive(self, segments: Sequence[Segment], num_bytes: int, seed: int) -> bool:
-        """Receive units into their places; return whether their digest holds."""
-        digest = xxhash.xxh3_128(seed=seed)
-        trailer = memoryview(bytearray(DIGEST_BYTES))
+        """Receive units into their places; return whether their checksum is right."""
+        checksum = xxhash.xxh3_128(seed=seed)
+        trailer = memoryview(bytearray(CHECKSUM_BYTES))
         for batch in self._wire.incoming(segments):
             num_bytes -= sum(view.nbytes for view in batch)
             self._move([*batch, trailer] if num_bytes == 0 else batch, self._read)
             for view in batch:
-                digest.update(view)
-        return bool(digest.digest() == trailer)
+                checksum.update(view)
+        return bool(checksum.digest() == trailer)
 
     def discard(self, num_bytes: int) -> None:
-        """Receive units and their digest into nowhere."""
-        left = num_bytes + DIGEST_BYTES
+        """Receive units and their checksum into nowhere."""
+        left = num_bytes + CHECKSUM_BYTES
         scratch = memoryview(bytearray(min(left, BATCH_BYTES)))
         while left:
             count = min(left, len(scratch))

@@ -4,8 +4,8 @@ One group per link, because a receive that times out closes every connection of 
 own for the rendezvous, on a socket that we bind (left alone, TCPStore listens on every interface), under a one-time
 prefix.
 
-A chunk is one message: its units packed one after the other, and their digest. Staging memory of a link is, for each
-chunk that may be under way, the largest one it has carried, which `most_chunk_bytes` bounds on GPUs (link.staged).
+A chunk is one message: its units packed one after the other, and their checksum. Staging memory of a link is, for each
+chunk that may be under way, the largest one it has carried, which `max_chunk_bytes` bounds on GPUs (link.staging_need).
 Where gloo receives, it is the largest chunk possible: gloo ends the process for a message that is larger than its
 receive, which happens once chunks and announcements are out of step (and for a source whose chunks are larger than
 MAX_CHUNK_BYTES). NCCL asks for equal sizes on both sides: what becomes of chunks
@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from twostroke.kvtransfer.fabric import in_the_way, rdma_ports
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.fabric import rdma_obstacle, rdma_ports
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.link import KVStore, LinkParams
 from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
@@ -63,25 +63,25 @@ class TorchDistributedTransport:
         *,
         join_timeout_s: float = 5.0,
         operation_timeout_s: float | None = None,
-        most_chunk_bytes: int | None = None,
+        max_chunk_bytes: int | None = None,
     ):
         self._store = store
-        self._most_chunk_bytes = most_chunk_bytes
+        self._max_chunk_bytes = max_chunk_bytes
         self._join_timeout_s = join_timeout_s
         self._operation_timeout_s = join_timeout_s if operation_timeout_s is None else operation_timeout_s
         self._most_s = self._join_timeout_s + self._operation_timeout_s
         self._links: set[GroupLink] = set()
 
-    async def prepare(self, host: str, cut: Cut) -> "PendingGroup":
-        link = self._make_link(cut, RECEIVER_RANK)
+    async def prepare(self, host: str, shard: KVShard) -> "PendingGroup":
+        link = self._make_link(shard, RECEIVER_RANK)
         port = await self._begun(link, lambda: link.open_rendezvous(host, None, self._join_timeout_s))
         return PendingGroup(link, host, port, self._operation_timeout_s, self._most_s)
 
-    async def join(self, params: LinkParams, cut: Cut) -> "GroupLink":
+    async def join(self, params: LinkParams, shard: KVShard) -> "GroupLink":
         host, port, prefix = params.get("host"), params.get("port"), params.get("prefix")
         if not isinstance(host, str) or not isinstance(port, int) or not isinstance(prefix, str):
             raise ConnectionLost("the peer's link parameters are not those of torch_distributed")
-        link = self._make_link(cut, SENDER_RANK)
+        link = self._make_link(shard, SENDER_RANK)
 
         def form() -> None:
             own_host = _address_towards(host, port)
@@ -105,8 +105,8 @@ class TorchDistributedTransport:
         await asyncio.gather(*(link.close() for link in links))
         await asyncio.gather(*(link.ended() for link in links))
 
-    def _make_link(self, cut: Cut, own_rank: int) -> "GroupLink":
-        link = GroupLink(self._store, cut, own_rank, self._links.discard, self._most_chunk_bytes)
+    def _make_link(self, shard: KVShard, own_rank: int) -> "GroupLink":
+        link = GroupLink(self._store, shard, own_rank, self._links.discard, self._max_chunk_bytes)
         self._links.add(link)
         return link
 
@@ -160,14 +160,14 @@ class GroupLink:
     def __init__(
         self,
         store: KVStore,
-        cut: Cut,
+        shard: KVShard,
         own_rank: int,
         on_close: Callable[["GroupLink"], None],
-        most_chunk_bytes: int | None = None,
+        max_chunk_bytes: int | None = None,
     ):
-        self.most_chunk_bytes = most_chunk_bytes
+        self.max_chunk_bytes = max_chunk_bytes
         self.shortfall: str | None = None  # known once the group is formed
-        self._staging = make_staging(store, cut)
+        self._staging = make_staging(store, shard)
         self._own_rank = own_rank
         self._peer_rank = SENDER_RANK if own_rank == RECEIVER_RANK else RECEIVER_RANK
         self._on_close = on_close
@@ -230,23 +230,23 @@ class GroupLink:
         self._staging.wait(self._post(greeting, is_send=is_sender))
         # Of other links that connect meanwhile, too: a process has one log.
         if SOCKETS in NCCL_LOG.networks_since(log_bytes):
-            self.shortfall = f"torch_distributed: NCCL goes over sockets; {in_the_way(rdma_ports())}"
+            self.shortfall = f"torch_distributed: NCCL goes over sockets; {rdma_obstacle(rdma_ports())}"
 
     # --- chunks ---
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
         def pack(packed: Tensor) -> None:
             with self._touching_store:
                 self._check_open()
-                self._staging.pack(segments, seal, packed)
+                self._staging.pack(segments, seed, packed)
 
         await self._exchange(count_units(segments), pack, None)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
         def unpack(packed: Tensor) -> bool:
             with self._touching_store:
                 self._check_open()
-                return self._staging.unpack(segments, seal, packed)
+                return self._staging.unpack(segments, seed, packed)
 
         return await self._exchange(count_units(segments), None, unpack)
 
@@ -278,13 +278,13 @@ class GroupLink:
         def settle(outcome: Future[bool], index: int, packed: Tensor, work: dist.Work) -> None:
             try:
                 self._staging.wait(work)
-                intact = unpack is None or unpack(packed)
+                is_right = unpack is None or unpack(packed)
             except BaseException:
                 self.shut_store()
                 raise
             finally:
                 self._free.put(index)
-            outcome.set_result(intact)
+            outcome.set_result(is_right)
 
         return await self._carry_out(post)
 

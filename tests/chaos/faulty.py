@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from tests.chaos.orders import Harm, Side, Tamper
 from tests.rigs.delegate import Delegate, with_links
 from tests.rigs.proxy import Proxy
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Hello, Message
@@ -230,18 +230,18 @@ class FaultyTransport(Delegate):
         super().__init__(inner)
         self._faults = faults
 
-    async def prepare(self, host: str, cut: Cut) -> PendingLink:
-        return with_links(await self._inner.prepare(host, cut), lambda link: FaultyLink(link, self._faults))
+    async def prepare(self, host: str, shard: KVShard) -> PendingLink:
+        return with_links(await self._inner.prepare(host, shard), lambda link: FaultyLink(link, self._faults))
 
-    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
+    async def join(self, params: LinkParams, shard: KVShard) -> DataLink:
         if self.name != "tcp":
-            return FaultyLink(await self._inner.join(params, cut), self._faults)
+            return FaultyLink(await self._inner.join(params, shard), self._faults)
         proxy = Proxy()
         proxy.mangle = self._faults.mangle
         address = await proxy.start()
         proxy.upstream.set_result(Address(str(params["host"]), int(params["port"])))
         try:
-            link = await self._inner.join({**params, "host": address.host, "port": address.port}, cut)
+            link = await self._inner.join({**params, "host": address.host, "port": address.port}, shard)
         except BaseException:
             await proxy.close()
             raise
@@ -257,24 +257,24 @@ class FaultyLink(Delegate):
         self._proxy = proxy
         self._turns = asyncio.Lock()
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
         async with self._turns:
             await self._faults.barrier.passed()
             if self._faults.delay_s:
                 self._faults.delayed += 1
                 await asyncio.sleep(self._faults.delay_s)
-            sending = asyncio.ensure_future(self._inner.send(segments, seal))
+            sending = asyncio.ensure_future(self._inner.send(segments, seed))
             await asyncio.sleep(0)  # it has its place in the link's order now
         await sending
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
         async with self._turns:
-            receiving = asyncio.ensure_future(self._inner.receive(segments, seal))
+            receiving = asyncio.ensure_future(self._inner.receive(segments, seed))
             await asyncio.sleep(0)
-        is_intact = await receiving
-        if not is_intact:
+        has_right_checksum = await receiving
+        if not has_right_checksum:
             self._faults.on_refused()
-        return is_intact
+        return has_right_checksum
 
     async def close(self) -> None:
         await self._inner.close()

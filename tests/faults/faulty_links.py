@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from tests.faults.census import socket_inodes
 from tests.faults.injection import Fault, Faults
 from tests.rigs.delegate import Delegate, with_links
-from twostroke.kvtransfer.layout import Cut, Segment
-from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport, chunk_seal
+from twostroke.kvtransfer.layout import KVShard, Segment
+from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport, chunk_seed
 from twostroke.protocol.messages import Chunk, Hello, Message, Offer, Welcome
 from twostroke.protocol.network import Connection, Handler, Listener, Network
 from twostroke.protocol.requests import Address, Peer
@@ -64,7 +64,7 @@ class FaultyConnection(Delegate):
         if isinstance(message, Hello):
             self._other = message.receiver
         elif isinstance(message, Chunk):
-            self._network.chunks[chunk_seal(message, self._own, self._other)] = message, self._other
+            self._network.chunks[chunk_seed(message, self._own, self._other)] = message, self._other
         fault = self._faults.due(f"before send {kind}", transfer_id)
         if fault is not None and fault.action == "drop":
             return
@@ -99,18 +99,18 @@ class FaultyTransport(Delegate):
         self.network = network
         self.own = own
 
-    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+    async def prepare(self, host: str, shard: KVShard) -> PendingLink:
         before = set(socket_inodes())
-        pending = await self._inner.prepare(host, cut)
+        pending = await self._inner.prepare(host, shard)
         return with_links(pending, lambda link: FaultyLink(link, self, set(socket_inodes()) - before))
 
-    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
+    async def join(self, params: LinkParams, shard: KVShard) -> DataLink:
         before = set(socket_inodes())
         if self.faults.via_port is not None:
             self.faults.report(event="joining", port=params["port"])
             params = {**params, "port": self.faults.via_port}
             self.faults.via_port = None
-        return FaultyLink(await self._inner.join(params, cut), self, set(socket_inodes()) - before)
+        return FaultyLink(await self._inner.join(params, shard), self, set(socket_inodes()) - before)
 
 
 class FaultyLink(Delegate):
@@ -125,42 +125,42 @@ class FaultyLink(Delegate):
         self._watches: list[ByteWatch] = []
         self._turns = asyncio.Lock()
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
         fault = await self._faults.passed("before send")
         self._watch("during send")
         if self._kept is not None:
             kept, self._kept = self._kept, None
-            await asyncio.gather(self._inner.send(segments, seal), self._inner.send(*kept))
+            await asyncio.gather(self._inner.send(segments, seed), self._inner.send(*kept))
         elif fault is None:
-            await self._inner.send(segments, seal)
+            await self._inner.send(segments, seed)
         elif fault.action == "swap":
-            self._kept = segments, seal
+            self._kept = segments, seed
         elif fault.action == "cut":
             cut_unix_socket(self._inodes, fault.num_bytes)
             self._faults.fired(fault)
-            await self._inner.send(segments, seal)
+            await self._inner.send(segments, seed)
         elif fault.action == "truncate":
-            await self._inner.send(without_last_unit(segments), seal)
+            await self._inner.send(without_last_unit(segments), seed)
         elif fault.action == "stale epoch":
-            await self._inner.send(segments, self._seal_of_last_epoch(seal))
+            await self._inner.send(segments, self._seal_of_last_epoch(seed))
         elif fault.action == "repeat":
-            await asyncio.gather(self._inner.send(segments, seal), self._inner.send(segments, seal))
+            await asyncio.gather(self._inner.send(segments, seed), self._inner.send(segments, seed))
         else:
-            await self._inner.send(segments, seal)
+            await self._inner.send(segments, seed)
         fault = await self._faults.passed("after send")
         if fault is not None and fault.action == "flip":
             self._faults.flipped = segments[-1].layer, segments[-1].unit_ids[-1]
             self._faults.store.flip(*self._faults.flipped)
             self._faults.fired(fault)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
         async with self._turns:  # calls stay in order, whoever is held up
             await self._faults.passed("before receive")
             self._watch("during receive")
-            receiving = asyncio.ensure_future(self._inner.receive(segments, seal))
-        is_intact = await receiving
+            receiving = asyncio.ensure_future(self._inner.receive(segments, seed))
+        has_right_checksum = await receiving
         await self._faults.passed("after receive")
-        return is_intact
+        return has_right_checksum
 
     async def close(self) -> None:
         for watch in self._watches:
@@ -172,10 +172,10 @@ class FaultyLink(Delegate):
         if fault is not None:
             self._watches.append(ByteWatch(self._inodes, fault, self._faults.fired))
 
-    def _seal_of_last_epoch(self, seal: int) -> int:
-        chunk, target = self._transport.network.chunks[seal]
+    def _seal_of_last_epoch(self, seed: int) -> int:
+        chunk, target = self._transport.network.chunks[seed]
         own = self._transport.own
-        return chunk_seal(chunk, Peer(own.worker_id, own.epoch - 1), target)
+        return chunk_seed(chunk, Peer(own.worker_id, own.epoch - 1), target)
 
 
 def without_last_unit(segments: Sequence[Segment]) -> list[Segment]:

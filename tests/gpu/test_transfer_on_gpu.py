@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rigs.device_store import SEAL, TensorStore, segments_of
-from tests.rigs.kv_pair import lane_end
-from twostroke.kvtransfer.layout import Cut, Segment
+from tests.rigs.device_store import SEED, TensorStore, segments_of
+from tests.rigs.kv_pair import rank_shard
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.transports.host_units import encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
@@ -25,8 +25,8 @@ def store_of(block_size: int = 16, seed: int | None = None) -> TensorStore:
     return TensorStore(layout, NUM_BLOCKS, "cuda:0", seed)
 
 
-def chunk_of(seed: int, cut: Cut) -> list[Segment]:
-    return segments_of(seed, cut, NUM_BLOCKS, 20)
+def chunk_of(seed: int, shard: KVShard) -> list[Segment]:
+    return segments_of(seed, shard, NUM_BLOCKS, 20)
 
 
 CUTS = [(0, 8, 16), (2, 4, 16), (0, 8, 4), (7, 1, 1)]
@@ -41,26 +41,26 @@ def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
     from twostroke.model.cuda.kernels.kv_units import digest_reference
 
     source, target = store_of(seed=1), store_of()
-    cut = lane_end(source.layout, first, heads, tokens, encoding)
-    here, there = DeviceUnits(source, cut), DeviceUnits(target, cut)
-    sent, received = chunk_of(1, cut), chunk_of(2, cut)
+    shard = rank_shard(source.layout, first, heads, tokens, encoding)
+    here, there = DeviceUnits(source, shard), DeviceUnits(target, shard)
+    sent, received = chunk_of(1, shard), chunk_of(2, shard)
     packed = torch.full((here.buffer_bytes(60),), 0xAB, dtype=torch.uint8, device="cuda")
-    here.pack(sent, SEAL, packed)
-    raw = source.units(cut, sent).cpu()
+    here.pack(sent, SEED, packed)
+    raw = source.units(shard, sent).cpu()
     wire = raw.contiguous().view(torch.uint8).reshape(-1).numpy()
     if encoding != "raw":
-        encoded = np.zeros(60 * cut.unit_bytes, np.uint8)
-        encode(wire, cut, encoded)
+        encoded = np.zeros(60 * shard.unit_bytes, np.uint8)
+        encode(wire, shard, encoded)
         wire = encoded
     on_host = packed.cpu().numpy()
     assert np.array_equal(on_host[: wire.size], wire)
-    assert on_host[-16:].tobytes() == digest_reference(wire, SEAL)
+    assert on_host[-16:].tobytes() == digest_reference(wire, SEED)
     packed[5] ^= 1
-    assert not there.unpack(received, SEAL, packed)
+    assert not there.unpack(received, SEED, packed)
     assert not any(layer.any() for layer in target.layers)
     packed[5] ^= 1
-    assert there.unpack(received, SEAL, packed)
-    found = target.units(cut, received).cpu()
+    assert there.unpack(received, SEED, packed)
+    found = target.units(shard, received).cpu()
     if encoding == "raw":
         assert torch.equal(found, raw)
     else:
@@ -95,7 +95,7 @@ async def receive_from_process(module: str, name: str) -> None:
 
     made = getattr(importlib.import_module(module), name)
     reference, store = store_of(seed=1), store_of(32)
-    cut, own = lane_end(reference.layout, 2, 4, 16, "raw"), lane_end(store.layout, 2, 4, 16, "raw")
+    shard, own = rank_shard(reference.layout, 2, 4, 16, "raw"), rank_shard(store.layout, 2, 4, 16, "raw")
     transport = made(store, join_timeout_s=60)
     pending = await transport.prepare("127.0.0.1", own)
     script = f"from {module} import {name}\n" + SOURCE.format(root=str(ROOT), transport=name)
@@ -108,8 +108,8 @@ async def receive_from_process(module: str, name: str) -> None:
         link = await pending.established()
         for seed in (1, 3):
             received = chunk_of(seed + 1, own)
-            assert await link.receive(received, SEAL)
-            assert torch.equal(store.units(own, received), reference.units(cut, chunk_of(seed, cut)))
+            assert await link.receive(received, SEED)
+            assert torch.equal(store.units(own, received), reference.units(shard, chunk_of(seed, shard)))
         process.stdin.write(b"end\n")
         assert await process.wait() == 0
     finally:

@@ -3,7 +3,7 @@
 Against transformers: 20 prompts of 1 to 700 tokens at once, 32 new tokens each, in fp32; a second round finds them in
 the prefix cache. The random models have no near-tie between two tokens; the trained one may have, and is compared up
 to it. Ranks of one worker are processes of their own but for rank 0; where their number differs between prefill and
-decode, KV travels over lanes of every kind: heads shared out, gathered and copied.
+decode, KV travels between rank pairs of every kind: heads shared out, gathered and copied.
 """
 
 import asyncio

@@ -156,7 +156,7 @@ async def test_a_flipped_bit_of_a_stages_kv_is_found_by_its_digest(
 
     def note(stream: TcpStream, connected: Any, wire: HostWire) -> None:
         make(stream, connected, wire)
-        if wire._cut.layers.start > 0:
+        if wire.shard.layers.start > 0:
             of_stage.add(id(stream))
 
     monkeypatch.setattr(TcpStream, "__init__", note)

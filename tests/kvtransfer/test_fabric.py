@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.kvtransfer.fabric import RdmaPort, in_the_way, interface_of, rdma_ports
+from twostroke.kvtransfer.fabric import RdmaPort, interface_at, rdma_obstacle, rdma_ports
 
 UNLIMITED = resource.RLIM_INFINITY
 MLX = RdmaPort("mlx5_0", 1, is_active=True, gbit_s=400.0)
@@ -40,10 +40,10 @@ def test_devices_ports_and_rates_are_read_as_the_kernel_writes_them(tmp_path: Pa
 def test_what_stands_in_rdmas_way_is_said_with_what_to_do(
     ports: tuple[RdmaPort, ...], locked_bytes: int, said: str
 ) -> None:
-    assert re.search(said, in_the_way(ports, locked_bytes))
+    assert re.search(said, rdma_obstacle(ports, locked_bytes))
 
 
 def test_an_address_belongs_to_its_interface() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("203.0.113.77") is None
-    assert interface_of("::1") is None
+    assert interface_at("127.0.0.1") == "lo"
+    assert interface_at("203.0.113.77") is None
+    assert interface_at("::1") is None

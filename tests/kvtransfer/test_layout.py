@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, make_transport, reach
-from twostroke.kvtransfer.layout import ChunkPlan, Cut, cut_pair, rank_pairs
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, make_transport, rank_shard, reach
+from twostroke.kvtransfer.layout import ChunkPlan, KVShard, pair_shards, rank_pairs
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transports import Transports
@@ -115,7 +115,7 @@ def test_stages_that_can_not_share_the_layers_raise(pp: int) -> None:
 def test_every_byte_arrives_once_where_it_belongs(
     source_tp: int, target_tp: int, heads: int, data: st.DataObject
 ) -> None:
-    """Lanes, cuts, plans and segments, on arrays instead of links."""
+    """Rank pairs, cuts, plans and segments, on arrays instead of links."""
     kinds, stages = data.draw(st.integers(1, 2)), st.integers(1, LAYERS)
     source_layout = layout_of(source_tp, heads, data.draw(st.integers(1, 8)), kinds, pp=data.draw(stages))
     target_layout = layout_of(target_tp, heads, data.draw(st.integers(1, 8)), kinds, pp=data.draw(stages))
@@ -126,11 +126,15 @@ def test_every_byte_arrives_once_where_it_belongs(
     max_units = data.draw(st.integers(1, 9))
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    lanes = rank_pairs(source_layout, target_layout)
-    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
-    assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
+    pairs = rank_pairs(source_layout, target_layout)
+    assert len({(rank_pair.source_rank, rank_pair.target_rank) for rank_pair in pairs}) == len(pairs), (
+        "one rank pair a pair at most"
+    )
+    assert {rank_pair.target_rank for rank_pair in pairs} == set(range(target_layout.num_ranks)), (
+        "every rank hears of an offer"
+    )
     for stage in range(source_layout.pp_size):
-        ranks = {lane.source_rank for lane in lanes if lane.source_rank // source_tp == stage}
+        ranks = {rank_pair.source_rank for rank_pair in pairs if rank_pair.source_rank // source_tp == stage}
         assert len(ranks) >= min(source_tp, target_tp), "copies share the work"
         assert source_tp % target_tp or len(ranks) == source_tp, "no rank idles"
     sources, targets = stores_of(source_layout), stores_of(target_layout)
@@ -172,9 +176,13 @@ def test_every_token_of_latents_goes_from_its_source_rank_to_its_target_rank(
     num_skipped = data.draw(st.integers(0, num_tokens // target_layout.block_size)) * target_layout.block_size
     source_ids = block_table(num_tokens, source_layout.block_size, 1)
     target_ids = block_table(num_tokens, target_layout.block_size, 2)
-    lanes = rank_pairs(source_layout, target_layout)
-    assert len({(lane.source_rank, lane.target_rank) for lane in lanes}) == len(lanes), "one lane a pair at most"
-    assert {lane.target_rank for lane in lanes} == set(range(target_layout.num_ranks)), "every rank hears of an offer"
+    pairs = rank_pairs(source_layout, target_layout)
+    assert len({(rank_pair.source_rank, rank_pair.target_rank) for rank_pair in pairs}) == len(pairs), (
+        "one rank pair a pair at most"
+    )
+    assert {rank_pair.target_rank for rank_pair in pairs} == set(range(target_layout.num_ranks)), (
+        "every rank hears of an offer"
+    )
     sources, targets = stores_of(source_layout), stores_of(target_layout)
     for store in sources:
         write_prompt(store, source_ids, num_tokens)
@@ -233,34 +241,34 @@ def test_layers_with_windows_lie_in_other_groups_and_tensors_where_there_are_oth
 def _move(
     sources: list[FakeStore], targets: list[FakeStore], tables: tuple[tuple[int, ...], ...], tokens: range, at_once: int
 ) -> None:
-    """Everything over all lanes, each unit once: the KV of these tokens, of which there are `tokens.stop`."""
+    """Everything over all rank pairs, each unit once: the KV of these tokens, of which there are `tokens.stop`."""
     source_layout, target_layout = sources[0].layout, targets[0].layout
     written: Counter[tuple[int, int, int, int]] = Counter()  # target rank, layer, unit, head
-    for lane in rank_pairs(source_layout, target_layout):
-        from_cut, to_cut = cut_pair(lane, source_layout, target_layout, "raw")
+    for rank_pair in rank_pairs(source_layout, target_layout):
+        from_cut, to_cut = pair_shards(rank_pair, source_layout, target_layout, "raw")
         plan = ChunkPlan(
-            groups=source_layout.groups, layers=lane.layers, num_tokens=tokens.stop, num_ready_tokens=tokens.stop
+            groups=source_layout.groups, layers=rank_pair.layers, num_tokens=tokens.stop, num_ready_tokens=tokens.stop
         )
         plan.begin(from_cut.unit_tokens, tokens.start, from_cut.share)
         while runs := plan.next_runs(at_once):
             places = zip(_units(from_cut, runs, tables[0]), _units(to_cut, runs, tables[1]), strict=True)
             for (layer, from_unit), (_, to_unit) in places:
-                unit = sources[lane.source_rank].read_units(layer, (from_unit,), from_cut)
+                unit = sources[rank_pair.source_rank].read_units(layer, (from_unit,), from_cut)
                 assert len(unit) == from_cut.unit_bytes == to_cut.unit_bytes
-                targets[lane.target_rank].write_units(layer, (to_unit,), to_cut, unit)
+                targets[rank_pair.target_rank].write_units(layer, (to_unit,), to_cut, unit)
                 heads_there = range(to_cut.first_head, to_cut.first_head + to_cut.num_heads)
-                written.update((lane.target_rank, layer, to_unit, head) for head in heads_there)
+                written.update((rank_pair.target_rank, layer, to_unit, head) for head in heads_there)
         assert plan.all_taken
     assert set(written.values()) <= {1}, "nothing is sent twice"
 
 
-def _units(cut: Cut, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[tuple[int, int]]:
-    return [(segment.layer, unit) for segment in cut.segments(runs, block_ids) for unit in segment.unit_ids]
+def _units(shard: KVShard, runs: tuple[Run, ...], block_ids: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [(segment.layer, unit) for segment in shard.segments(runs, block_ids) for unit in segment.unit_ids]
 
 
 @pytest.mark.parametrize(("encoding", "num_bytes"), [("raw", 2 * 2 * 4 * 2 * 2), ("int8", 2 * 2 * 4 * (2 + 2))])
 def test_a_units_bytes_include_its_scales(encoding: Any, num_bytes: int) -> None:
-    assert lane_end(layout_of(1, 2, 4), 0, 2, 4, encoding).unit_bytes == num_bytes
+    assert rank_shard(layout_of(1, 2, 4), 0, 2, 4, encoding).unit_bytes == num_bytes
 
 
 # --- the same with real senders and receivers, one for each rank ---
@@ -407,7 +415,7 @@ async def test_one_ranks_failure_is_the_whole_transfers_at_every_rank_it_reaches
         assert incoming.ended
 
 
-async def test_a_lane_that_is_refused_takes_the_senders_other_lanes_with_it() -> None:
+async def test_a_rank_pair_that_is_refused_takes_the_senders_others_with_it() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(1, 2, 4), layout_of(2, 2, 4)) as fleet:
         (out,) = (sender.begin_transfer(fleet.ticket, 8, (0, 1), 8) for sender in fleet.senders)
         first = fleet.receivers[0].expect_transfer(fleet.ticket, (0, 1), 8, 0)
@@ -437,7 +445,7 @@ async def test_a_ticket_that_counts_other_ranks_fails_at_the_source() -> None:
 async def test_a_rank_whose_heads_copies_send_is_done_with_its_commit() -> None:
     async with asyncio.timeout(30), Fleet(layout_of(3, 1, 4), layout_of(2, 1, 4)) as fleet:
         idle = fleet.senders[2].begin_transfer(fleet.ticket, 8, (0, 1), 8)
-        assert not idle.lanes
+        assert not idle.pairs
         assert not idle.ended
         idle.commit(TOKEN)
         await idle.done()

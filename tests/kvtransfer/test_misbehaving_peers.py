@@ -14,7 +14,7 @@ import pytest
 from tests.rigs.kv_pair import BLOCK_BYTES, SECRET, TOKEN, D, P, Pair, fails, make_pair, settle
 from tests.rigs.raw_source import ANYBODY, NEIGHBOUR, RawPeer, announced, granted, raw_peer
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import chunk_seal
+from twostroke.kvtransfer.link import chunk_seed
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.kv_layout import RankCut
 from twostroke.protocol.messages import (
@@ -288,7 +288,7 @@ async def test_a_targets_odd_answer_ends_the_transfer(answer: Any, text: str | N
         out = pair.sender.begin_transfer(ticket, 4, [1], 4)
         out.commit(TOKEN)
         if text is None:
-            await settle(lambda: out.lanes[0].state.name == "COMMITTED")
+            await settle(lambda: out.pairs[0].state.name == "COMMITTED")
             out.abort("enough")
         await fails(out.done(), match=text or "enough")
 
@@ -313,7 +313,7 @@ async def test_bytes_of_another_chunk_do_not_pass_for_this_ones(field: str) -> N
         }.get(field, chunk)
         source = Peer(P.worker_id, P.epoch - 1) if field == "epoch" else P
         peer.connection.send(chunk)
-        await peer.send_bytes(chunk, chunk_seal(other, source, D))
+        await peer.send_bytes(chunk, chunk_seed(other, source, D))
         assert await peer.answer() == Refuse("a chunk was damaged on its way"), "nothing more is to come over this"
         assert await peer.answer() == Abort(ticket.transfer_id, "chunk 0 was damaged on its way")
         assert pair.receiver.stats.digest_failures == 1

@@ -275,7 +275,7 @@ async def test_a_source_that_lacks_a_prefixs_beginning_sends_the_rest_to_none_wh
     ends.source.pool.allocate(2)
     ends.target.pool.allocate(2)
     ticket = ends.ticket()
-    out = ends.source.sender.begin_transfer(ticket, NUM_TOKENS, [NO_BLOCK, 1], NUM_TOKENS, least_skip_tokens=4)
+    out = ends.source.sender.begin_transfer(ticket, NUM_TOKENS, [NO_BLOCK, 1], NUM_TOKENS, min_skip_tokens=4)
     out.commit(TOKEN)
     incoming = ends.target.receiver.expect_transfer(ticket, BLOCKS, NUM_TOKENS, skipped)
     if is_sent:

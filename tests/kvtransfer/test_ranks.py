@@ -207,10 +207,10 @@ async def test_an_offer_that_is_kept_by_rank_0_is_kept_by_all(workers: Workers) 
     own = workers.open(TOKENS)
     other = workers.others[0].transfers
     await settle(lambda: bool(other._outgoing))
-    lanes = [lane for part in (own._own, *other._outgoing.values()) for lane in part.lanes.values()]
-    assert len(lanes) == 4
-    await settle(lambda: not any(lane._deadline.runs for lane in lanes))
-    assert all(lane.state is SenderState.OFFERED for lane in lanes)
+    pairs = [rank_pair for part in (own._own, *other._outgoing.values()) for rank_pair in part.pairs.values()]
+    assert len(pairs) == 4
+    await settle(lambda: not any(rank_pair._deadline.runs for rank_pair in pairs))
+    assert all(rank_pair.state is SenderState.OFFERED for rank_pair in pairs)
     incoming = workers.expect()
     own.commit(TOKEN)
     assert await incoming.verified() == TOKEN

@@ -1,6 +1,6 @@
 """Sender and receiver together, over real sockets, when nothing goes wrong.
 
-Seals of chunks.
+Seeds of chunks.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from tests.rigs.kv_faulty_pair import EACH, FaultyLink, FaultyTransport
 from tests.rigs.kv_pair import BLOCK_BYTES, BLOCK_SIZE, TOKEN, BytesStore, D, Pair, fails, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.layout import Segment
-from twostroke.kvtransfer.link import DIGEST_BYTES, Transport, chunk_seal
+from twostroke.kvtransfer.link import CHECKSUM_BYTES, Transport, chunk_seed
 from twostroke.kvtransfer.transfer import OutgoingTransfer
 from twostroke.kvtransfer.transports.tcp import TcpLink
 from twostroke.protocol.messages import Chunk, Run
@@ -46,13 +46,13 @@ async def arrives(
     ticket = pair.ticket()
     incoming = pair.receiver.expect_transfer(ticket, target_ids, num_tokens, skip)
     out = pair.sender.begin_transfer(ticket, num_tokens, source_ids, ready)
-    (lane,) = out.lanes.values()
+    (rank_pair,) = out.pairs.values()
     compute(out, pair.source.layout.num_layers, *ends)
     out.commit(TOKEN)
     assert await incoming.verified() == TOKEN
     await out.done()
     assert_arrived(pair, source_ids, target_ids, skip // BLOCK_SIZE)
-    return lane.num_chunks
+    return rank_pair.num_chunks
 
 
 def assert_arrived(pair: Pair, source_ids: Sequence[int], target_ids: Sequence[int], skip: int = 0) -> None:
@@ -149,7 +149,7 @@ async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str)
         pair.source.fill(1)
         ticket = pair.ticket()
         out = pair.sender.begin_transfer(ticket, 10, [4, 0, 1], 0)
-        lane = out.lanes[0]
+        rank_pair = out.pairs[0]
         compute(out, 3, 4, 8, 10)
         out.commit(TOKEN)
         waiter = asyncio.create_task(out.done())
@@ -159,7 +159,7 @@ async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str)
         assert await incoming.verified() == TOKEN
         await waiter
         assert_arrived(pair, [4, 0, 1], [7, 8, 3])
-        assert lane.num_chunks == 1, "all layers in one"
+        assert rank_pair.num_chunks == 1, "all layers in one"
 
 
 @EACH
@@ -191,9 +191,9 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
     recording: list[FaultyTransport] = []
 
     class Recorded(FaultyLink):
-        async def send(self, segments: Sequence[Segment], seal: int) -> None:
-            begun.append(seal)
-            await super().send(segments, seal)
+        async def send(self, segments: Sequence[Segment], seed: int) -> None:
+            begun.append(seed)
+            await super().send(segments, seed)
             sent.extend(name for name, ids in blocks.items() if segments[0].unit_ids[0] in ids)
 
     def record(inner: Transport) -> Transport:
@@ -209,7 +209,7 @@ async def test_transfers_take_turns_by_chunk_so_a_short_prompt_waits_for_no_long
             waiting.append(pair.receiver.expect_transfer(ticket, ids, num_tokens, 0).verified())
             outs.append(pair.sender.begin_transfer(ticket, num_tokens, ids, num_tokens))
             outs[-1].commit(TOKEN)
-            await settle(lambda: len(begun) == 2 and outs[-1].lanes[0].has_chunk)
+            await settle(lambda: len(begun) == 2 and outs[-1].pairs[0].has_chunk)
         recording[0].gate.open.set()
         await asyncio.gather(*waiting, *(out.done() for out in outs))
         assert_arrived(pair, list(range(432)), list(range(432)))
@@ -226,11 +226,11 @@ async def test_two_chunks_are_under_way_on_a_link_at_a_time(side: str) -> None:
     under_way, most = 0, 0
 
     class Watched(FaultyLink):
-        async def send(self, segments: Sequence[Segment], seal: int) -> None:
-            await watch(super().send(segments, seal))
+        async def send(self, segments: Sequence[Segment], seed: int) -> None:
+            await watch(super().send(segments, seed))
 
-        async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
-            return bool(await watch(super().receive(segments, seal)))
+        async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
+            return bool(await watch(super().receive(segments, seed)))
 
     async def watch(call: Awaitable[Any]) -> Any:
         nonlocal under_way, most
@@ -338,11 +338,11 @@ CHUNK = Chunk(b"t" * 16, 3, (Run(2, 0, 4), Run(3, 0, 4)), 4096)
 SOURCE, TARGET = Peer("prefill-0", 2**63 + 5), Peer("decode-0", 9)
 
 
-def test_a_seal_is_a_seed_of_64_bits_that_both_sides_compute() -> None:
-    seal = chunk_seal(CHUNK, SOURCE, TARGET)
-    assert 0 <= seal < 2**64
-    assert seal == chunk_seal(msgspec.structs.replace(CHUNK), SOURCE, TARGET)
-    assert DIGEST_BYTES == 16
+def test_the_seed_of_a_chunk_has_64_bits_that_both_sides_compute() -> None:
+    seed = chunk_seed(CHUNK, SOURCE, TARGET)
+    assert 0 <= seed < 2**64
+    assert seed == chunk_seed(msgspec.structs.replace(CHUNK), SOURCE, TARGET)
+    assert CHECKSUM_BYTES == 16
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_seal_is_a_seed_of_64_bits_that_both_sides_compute() -> None:
         ({}, (TARGET, SOURCE)),
     ],
 )
-def test_a_seal_is_of_everything_that_a_chunks_message_says_and_of_both_epochs(
+def test_the_seed_of_a_chunk_is_of_everything_that_its_message_says_and_of_both_epochs(
     changes: dict[str, object], peers: tuple[Peer, Peer]
 ) -> None:
-    assert chunk_seal(msgspec.structs.replace(CHUNK, **changes), *peers) != chunk_seal(CHUNK, SOURCE, TARGET)
+    assert chunk_seed(msgspec.structs.replace(CHUNK, **changes), *peers) != chunk_seed(CHUNK, SOURCE, TARGET)

@@ -63,11 +63,11 @@ OPEN_STATES = [
 async def test_the_source_may_abort_in_every_state(state: SenderState) -> None:
     async with faulty_pair() as (pair, source, target):
         out, incoming = await drive_to(state, pair, source, target)
-        lanes = incoming.lanes if incoming is not None else {}
+        pairs = incoming.pairs if incoming is not None else {}
         out.abort("the client left")
         out.abort("and again")
         if incoming is not None:
-            await settle(lambda: lanes[0].state in (ReceiverState.ABORTING, ReceiverState.ABORTED))
+            await settle(lambda: pairs[0].state in (ReceiverState.ABORTING, ReceiverState.ABORTED))
         source.gate.open.set()
         target.gate.open.set()
         await fails(out.done(), match="the client left")
@@ -105,11 +105,11 @@ async def test_a_source_keeps_its_blocks_until_the_target_that_reads_them_has_he
         finish(out, commits=state is SenderState.COMMITTED)
         await target.gate.entered.wait()  # it is about to read
         await get_to(out, state)
-        lane = incoming.lanes[0]
+        rank_pair = incoming.pairs[0]
         out.abort("the client left")
         assert not out.ended
         await fails(out.done(), match="the client left")
-        assert not lane.takes_chunks
+        assert not rank_pair.takes_chunks
         pair.source.fill(9)  # somebody else's now
         target.gate.open.set()
         await fails(incoming.verified(), match="the client left")
@@ -145,7 +145,7 @@ async def test_cancel_waits_for_the_receive_under_way_and_nothing_is_written_aft
         target.gate.shut()
         out, incoming = begin_and_finish(pair)
         await target.gate.entered.wait()
-        assert incoming.lanes[0].state is ReceiverState.RECEIVING
+        assert incoming.pairs[0].state is ReceiverState.RECEIVING
         cancel = asyncio.create_task(incoming.cancel())
         await asyncio.wait([cancel], timeout=0.03)
         assert not cancel.done()
@@ -165,7 +165,7 @@ async def test_closing_the_receiver_during_a_receive_ends_it_before_close_return
     async with faulty_pair(transport) as (pair, source, _):
         source.gate.shut()  # the chunk is announced, and its bytes never come
         out, incoming = begin_and_finish(pair)
-        await settle(lambda: incoming.lanes[0].state is ReceiverState.RECEIVING)
+        await settle(lambda: incoming.pairs[0].state is ReceiverState.RECEIVING)
         await pair.receiver.close()
         assert incoming.ended
         await fails(incoming.verified(), match="target is closing")

@@ -206,7 +206,7 @@ async def test_a_target_that_reads_no_messages_holds_a_sources_blocks_no_longer_
         ticket = pair.ticket()
         incoming = pair.receiver.expect_transfer(ticket, [4], 4, 0)
         out = sender.begin_transfer(ticket, 4, [1], 0)
-        await settle(lambda: out.lanes[0].state is SenderState.GRANTED)
+        await settle(lambda: out.pairs[0].state is SenderState.GRANTED)
         network.connections[0].is_deaf = True
         for layer in range(3):
             out.layer_ready(layer, 4)

@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.protocol.kv_layout import KVLayout
 
-SEAL = 2**63 + 5
+SEED = 2**63 + 5
 
 
 class TensorStore:
@@ -27,19 +27,19 @@ class TensorStore:
     def layer_tensor(self, layer: int) -> torch.Tensor:
         return self.layers[layer]
 
-    def units(self, cut: Cut, segments: list[Segment]) -> torch.Tensor:
+    def units(self, shard: KVShard, segments: list[Segment]) -> torch.Tensor:
         """[units, 2, heads, tokens, head_dim], one after the other."""
-        heads = slice(cut.first_head, cut.first_head + cut.num_heads)
+        heads = slice(shard.first_head, shard.first_head + shard.num_heads)
         found = []
         for segment in segments:
             for unit_id in segment.unit_ids:
-                block, part = divmod(unit_id, cut.units_per_block)
-                tokens = slice(part * cut.unit_tokens, (part + 1) * cut.unit_tokens)
+                block, part = divmod(unit_id, shard.units_per_block)
+                tokens = slice(part * shard.unit_tokens, (part + 1) * shard.unit_tokens)
                 found.append(self.layers[segment.layer][block, :, heads, tokens])
         return torch.stack(found)
 
 
-def segments_of(seed: int, cut: Cut, num_blocks: int, num_units: int) -> list[Segment]:
+def segments_of(seed: int, shard: KVShard, num_blocks: int, num_units: int) -> list[Segment]:
     """Some units of each layer, in any order, the last layer first."""
-    draw, ids = random.Random(seed), range(num_blocks * cut.units_per_block)
-    return [Segment(layer, tuple(draw.sample(ids, num_units))) for layer in reversed(range(cut.layout.num_layers))]
+    draw, ids = random.Random(seed), range(num_blocks * shard.units_per_block)
+    return [Segment(layer, tuple(draw.sample(ids, num_units))) for layer in reversed(range(shard.layout.num_layers))]

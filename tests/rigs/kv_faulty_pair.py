@@ -13,7 +13,7 @@ from tests.rigs.delegate import with_links
 from tests.rigs.kv_links import SharedBytesStore
 from tests.rigs.kv_pair import FAST, TOKEN, BytesStore, Pair, make_pair, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.lifecycle import SenderState
 from twostroke.kvtransfer.link import DataLink, LinkParams, PendingLink, Transport
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
@@ -58,19 +58,19 @@ class FaultyTransport:
         self.num_links = 0
         self.num_closed = 0
 
-    async def prepare(self, host: str, cut: Cut) -> PendingLink:
+    async def prepare(self, host: str, shard: KVShard) -> PendingLink:
         if self.prepare_refusals:
             self.prepare_refusals -= 1
             raise ConnectionLost("it can't be prepared here")
-        return with_links(await self.inner.prepare(host, cut), lambda link: self.link_type(link, self))
+        return with_links(await self.inner.prepare(host, shard), lambda link: self.link_type(link, self))
 
-    async def join(self, params: LinkParams, cut: Cut) -> DataLink:
+    async def join(self, params: LinkParams, shard: KVShard) -> DataLink:
         await self.join_gate.passed()
         if self.refusals:
             self.refusals -= 1
             self.log.append("refused a join")
             raise ConnectionLost("the peer can't be reached")
-        return self.link_type(await self.inner.join(params, cut), self)
+        return self.link_type(await self.inner.join(params, shard), self)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -79,7 +79,7 @@ class FaultyTransport:
 class FaultyLink:
     """A link of a FaultyTransport."""
 
-    most_chunk_bytes = None
+    max_chunk_bytes = None
     shortfall = None
 
     def __init__(self, inner: DataLink, transport: FaultyTransport):
@@ -88,21 +88,21 @@ class FaultyLink:
         self._order = asyncio.Lock()  # a gate must not change the order of calls
         transport.num_links += 1
 
-    async def send(self, segments: Sequence[Segment], seal: int) -> None:
+    async def send(self, segments: Sequence[Segment], seed: int) -> None:
         async with self._order:
             await self._transport.gate.passed()
             await self._break()
             if self._transport.spoils:
                 self._transport.spoils -= 1
                 self._transport.log.append("spoilt a chunk")
-                seal ^= 1
-            await self._inner.send(segments, seal)
+                seed ^= 1
+            await self._inner.send(segments, seed)
 
-    async def receive(self, segments: Sequence[Segment], seal: int) -> bool:
+    async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
         async with self._order:
             await self._transport.gate.passed()
             await self._break()
-            return await self._inner.receive(segments, seal)
+            return await self._inner.receive(segments, seed)
 
     async def discard(self, num_units: int) -> None:
         async with self._order:
@@ -188,4 +188,4 @@ async def assert_a_transfer_works(pair: Pair, blocks: tuple[int, int] = (20, 21)
 
 
 async def get_to(sender: OutgoingTransfer, state: SenderState) -> None:
-    await settle(lambda: sender.lanes[0].state is state)
+    await settle(lambda: sender.pairs[0].state is state)

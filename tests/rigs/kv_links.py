@@ -15,14 +15,14 @@ import pytest
 
 from tests.rigs.kv_pair import (
     BytesStore,
-    lane_end,
     link_threads,
     make_transport,
     open_descriptors,
+    rank_shard,
     settle,
     warm_up_torch,
 )
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.transports import sockets
 from twostroke.protocol.kv_layout import Encoding
 
@@ -82,12 +82,12 @@ async def two(name: str, source: BytesStore, target: BytesStore, **options: Any)
     await settle(is_nothing_left)
 
 
-def blocks(store: BytesStore, encoding: Encoding = "raw") -> Cut:
+def blocks(store: BytesStore, encoding: Encoding = "raw") -> KVShard:
     """Whole blocks as units."""
-    return lane_end(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
+    return rank_shard(store.layout, 0, store.layout.heads_per_rank, store.layout.block_size, encoding)
 
 
-async def join(sending: Any, receiving: Any, source_cut: Cut, target_cut: Cut | None = None) -> tuple[Any, Any]:
+async def join(sending: Any, receiving: Any, source_cut: KVShard, target_cut: KVShard | None = None) -> tuple[Any, Any]:
     """Both ends of a link."""
     pending = await receiving.prepare("127.0.0.1", target_cut or source_cut)
     joined, established = await asyncio.gather(sending.join(pending.params, source_cut), pending.established())
@@ -96,14 +96,14 @@ async def join(sending: Any, receiving: Any, source_cut: Cut, target_cut: Cut | 
 
 @contextlib.asynccontextmanager
 async def linked(
-    name: str, source: BytesStore, target: BytesStore, *cuts: Cut, **options: Any
+    name: str, source: BytesStore, target: BytesStore, *shards: KVShard, **options: Any
 ) -> AsyncIterator[tuple[Any, Any]]:
     """Both ends of a link, of whole blocks if no cuts are said."""
     async with two(name, source, target, **options) as (sending, receiving):
-        yield await join(sending, receiving, *(cuts or (blocks(source),)))
+        yield await join(sending, receiving, *(shards or (blocks(source),)))
 
 
-async def move(ends: tuple[Any, Any], sent: Sequence[Segment], received: Sequence[Segment], seal: int = 5) -> bool:
+async def move(ends: tuple[Any, Any], sent: Sequence[Segment], received: Sequence[Segment], seed: int = 5) -> bool:
     """A chunk; whether it was intact."""
-    _, is_intact = await asyncio.gather(ends[0].send(sent, seal), ends[1].receive(received, seal))
-    return bool(is_intact)
+    _, has_right_checksum = await asyncio.gather(ends[0].send(sent, seed), ends[1].receive(received, seed))
+    return bool(has_right_checksum)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import Cut
+from twostroke.kvtransfer.layout import KVShard
 from twostroke.kvtransfer.link import Transport
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
@@ -94,11 +94,11 @@ LIMIT_S = 60.0
 """A test that waits for what never comes fails, instead of holding up the others."""
 
 
-def lane_end(
+def rank_shard(
     layout: KVLayout, first_head: int, num_heads: int, unit_tokens: int, encoding: Encoding, rank: int = 0
-) -> Cut:
+) -> KVShard:
     """Return the cut of all layers that this rank has."""
-    return Cut(layout, rank, layout.layers_of(rank), first_head, num_heads, unit_tokens, encoding)
+    return KVShard(layout, rank, layout.layers_of(rank), first_head, num_heads, unit_tokens, encoding)
 
 
 @dataclass
@@ -127,10 +127,10 @@ class Pair:
         )
 
     @property
-    def target_cut(self) -> Cut:
-        """The target's end of the one lane."""
+    def target_cut(self) -> KVShard:
+        """The target's end of the one rank pair."""
         layout = self.target.layout
-        return lane_end(layout, 0, layout.heads_per_rank, layout.block_size, "raw")
+        return rank_shard(layout, 0, layout.heads_per_rank, layout.block_size, "raw")
 
 
 Wrap = Callable[[Transport], Transport]
@@ -148,7 +148,7 @@ def make_transport(name: str, store: Any, **options: Any) -> Transport:
     if name == "nixl":
         from twostroke.kvtransfer.transports.nixl import NixlTransport
 
-        return NixlTransport(store, **{"machine": "a machine", "most_chunk_bytes": 2**24, **options})
+        return NixlTransport(store, **{"machine": "a machine", "max_chunk_bytes": 2**24, **options})
     if name == "shm":
         return ShmTransport(store, **options)
     return TcpTransport(store, streams=3, **options)
@@ -217,10 +217,10 @@ async def warm_up_torch() -> None:
     """Let torch and gloo open what they keep for the process's life, so that it does not look like a leak."""
     if not _torch_warmth():
         store = BytesStore()
-        cut = lane_end(store.layout, 0, 1, BLOCK_SIZE, "raw")
+        shard = rank_shard(store.layout, 0, 1, BLOCK_SIZE, "raw")
         source, target = make_transport("torch_distributed", store), make_transport("torch_distributed", store)
-        pending = await target.prepare("127.0.0.1", cut)
-        await asyncio.gather(source.join(pending.params, cut), pending.established())
+        pending = await target.prepare("127.0.0.1", shard)
+        await asyncio.gather(source.join(pending.params, shard), pending.established())
         await source.close()
         await target.close()
         _torch_warmth().append(True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.rigs.kv_pair import BLOCK_BYTES, BytesStore, D, P, Pair, make_transport, reach
 from twostroke.kvtransfer.layout import Segment
-from twostroke.kvtransfer.link import DataLink, chunk_seal
+from twostroke.kvtransfer.link import DataLink, chunk_seed
 from twostroke.protocol.messages import Chunk, Grant, Hello, KVHello, Message, Offer, Ping, Run, Welcome
 from twostroke.protocol.network import Connection
 from twostroke.protocol.requests import Peer, Ticket
@@ -31,9 +31,9 @@ class RawPeer:
         self.connection.send(chunk)
         await self.send_bytes(chunk)
 
-    async def send_bytes(self, chunk: Chunk, seal: int | None = None) -> None:
+    async def send_bytes(self, chunk: Chunk, seed: int | None = None) -> None:
         num_units = sum(run.num_units for run in chunk.runs)
-        await self.link.send([Segment(0, (0,) * num_units)], chunk_seal(chunk, self.name, D) if seal is None else seal)
+        await self.link.send([Segment(0, (0,) * num_units)], chunk_seed(chunk, self.name, D) if seed is None else seed)
 
     async def answer(self) -> Message:
         """The next message that is no Ping."""

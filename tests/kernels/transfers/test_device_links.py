@@ -15,11 +15,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.rigs.device_store import SEAL, TensorStore, segments_of
-from tests.rigs.kv_pair import lane_end
+from tests.rigs.device_store import SEED, TensorStore, segments_of
+from tests.rigs.kv_pair import rank_shard
 from twostroke.kvtransfer import transports
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.layout import Cut, Segment, cut_pair, rank_pairs
+from twostroke.kvtransfer.layout import KVShard, Segment, pair_shards, rank_pairs
 from twostroke.kvtransfer.link import DataLink, DeviceStore
 from twostroke.kvtransfer.transports import cuda_ipc, device_units, make_transports
 from twostroke.kvtransfer.transports.cuda_ipc import CudaIpcTransport, LayerHandle, open_layer
@@ -27,7 +27,7 @@ from twostroke.kvtransfer.transports.device_units import (
     CudaStaging,
     DeviceQueue,
     DeviceUnits,
-    warm_up_lanes,
+    warm_up_pairs,
     warm_up_source,
     warm_up_target,
 )
@@ -46,8 +46,8 @@ def store_of(layout: KVLayout, num_blocks: int = 6, seed: int | None = None) -> 
     return TensorStore(layout, num_blocks, "cpu", seed)
 
 
-def chunk_of(seed: int, cut: Cut) -> list[Segment]:
-    return segments_of(seed, cut, 6, 2)
+def chunk_of(seed: int, shard: KVShard) -> list[Segment]:
+    return segments_of(seed, shard, 6, 2)
 
 
 @pytest.mark.parametrize("encoding", ["raw", "int8", "fp8"])
@@ -56,21 +56,21 @@ def test_a_chunk_is_unpacked_where_its_digest_holds_and_else_touches_nothing(
     encoding: Encoding, first: int, heads: int, tokens: int, head_dim: int
 ) -> None:
     layout = layout_of(head_dim)
-    cut = lane_end(layout, first, heads, tokens, encoding)
+    shard = rank_shard(layout, first, heads, tokens, encoding)
     source, target = store_of(layout, seed=0), store_of(layout)
     assert isinstance(source, DeviceStore)
-    here, there = DeviceUnits(source, cut), DeviceUnits(target, cut)
-    sent, received = chunk_of(1, cut), chunk_of(2, cut)
+    here, there = DeviceUnits(source, shard), DeviceUnits(target, shard)
+    sent, received = chunk_of(1, shard), chunk_of(2, shard)
     packed = torch.full((here.buffer_bytes(4),), 0xAB, dtype=torch.uint8)
-    here.pack(sent, SEAL, packed)
-    for place in (0, packed.numel() - 1, 4 * cut.unit_bytes // 2):
+    here.pack(sent, SEED, packed)
+    for place in (0, packed.numel() - 1, 4 * shard.unit_bytes // 2):
         packed[place] ^= 4
-        assert not there.unpack(received, SEAL, packed)
+        assert not there.unpack(received, SEED, packed)
         packed[place] ^= 4
-    assert not there.unpack(received, SEAL + 1, packed)
+    assert not there.unpack(received, SEED + 1, packed)
     assert not any(layer.any() for layer in target.layers)
-    assert there.unpack(received, SEAL, packed)
-    wanted, found = source.units(cut, sent), target.units(cut, received)
+    assert there.unpack(received, SEED, packed)
+    wanted, found = source.units(shard, sent), target.units(shard, received)
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0 if encoding == "raw" else 0.15)
 
 
@@ -97,8 +97,8 @@ def test_memory_of_another_stream_is_kept_until_this_ones_work_is_done() -> None
 
 
 def test_units_that_the_store_has_not_are_refused() -> None:
-    cut = lane_end(layout_of(), 0, 4, 2, "raw")
-    units = DeviceUnits(store_of(cut.layout), cut)
+    shard = rank_shard(layout_of(), 0, 4, 2, "raw")
+    units = DeviceUnits(store_of(shard.layout), shard)
     for segment in (Segment(2, (0,)), Segment(-1, (0,)), Segment(0, (12,)), Segment(0, (-1,))):
         with pytest.raises(ValueError, match=r"layer|units"):
             units.addresses([segment])
@@ -128,12 +128,12 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def linked(
-    source: TensorStore, target: TensorStore, cut: Cut, own: Cut
+    source: TensorStore, target: TensorStore, shard: KVShard, own: KVShard
 ) -> AsyncIterator[tuple[DataLink, DataLink]]:
     sending, receiving = CudaIpcTransport(source, join_timeout_s=20), CudaIpcTransport(target, join_timeout_s=20)
     try:
         pending = await receiving.prepare("127.0.0.1", own)
-        sender, receiver = await asyncio.gather(sending.join(pending.params, cut), pending.established())
+        sender, receiver = await asyncio.gather(sending.join(pending.params, shard), pending.established())
         yield sender, receiver
     finally:
         await sending.close()
@@ -142,31 +142,31 @@ async def linked(
 
 async def test_the_target_reads_units_from_the_sources_memory(shared: None) -> None:
     source, target = store_of(layout_of(), seed=1), store_of(layout_of(block_size=8))
-    cut, own = lane_end(source.layout, 1, 2, 4, "raw"), lane_end(target.layout, 1, 2, 4, "raw")
-    async with linked(source, target, cut, own) as (sender, receiver):
-        sent, received = chunk_of(1, cut), chunk_of(2, own)
-        await sender.send(sent, SEAL)
-        assert await receiver.receive(received, SEAL)
-        assert torch.equal(target.units(own, received), source.units(cut, sent))
-        await sender.send(sent, SEAL)
+    shard, own = rank_shard(source.layout, 1, 2, 4, "raw"), rank_shard(target.layout, 1, 2, 4, "raw")
+    async with linked(source, target, shard, own) as (sender, receiver):
+        sent, received = chunk_of(1, shard), chunk_of(2, own)
+        await sender.send(sent, SEED)
+        assert await receiver.receive(received, SEED)
+        assert torch.equal(target.units(own, received), source.units(shard, sent))
+        await sender.send(sent, SEED)
         await receiver.discard(4)
-        await sender.send(sent, SEAL)
-        assert not await receiver.receive(received, SEAL + 1), "another chunk's seal"
-        await sender.send(sent, SEAL)
+        await sender.send(sent, SEED)
+        assert not await receiver.receive(received, SEED + 1), "another chunk's seed"
+        await sender.send(sent, SEED)
         source.layers[1] += 1
-        assert not await receiver.receive(received, SEAL), "the source gave the blocks to somebody else"
+        assert not await receiver.receive(received, SEED), "the source gave the blocks to somebody else"
 
 
 async def test_units_that_the_peer_has_not_are_a_breach_of_the_protocol(shared: None) -> None:
     source, target = store_of(layout_of(), num_blocks=9, seed=1), store_of(layout_of(), num_blocks=9)
-    cut = lane_end(source.layout, 0, 4, 4, "raw")
-    async with linked(source, target, cut, cut) as (sender, receiver):
+    shard = rank_shard(source.layout, 0, 4, 4, "raw")
+    async with linked(source, target, shard, shard) as (sender, receiver):
         receiver._num_peer_units = 5  # type: ignore[attr-defined]
-        await sender.send([Segment(0, (5,))], SEAL)
+        await sender.send([Segment(0, (5,))], SEED)
         with pytest.raises(ProtocolError, match="outside"):
-            await receiver.receive([Segment(0, (0,))], SEAL)
+            await receiver.receive([Segment(0, (0,))], SEED)
         with pytest.raises(ConnectionLost):
-            await receiver.receive([Segment(0, (0,))], SEAL)
+            await receiver.receive([Segment(0, (0,))], SEED)
     assert not any(layer.any() for layer in target.layers)
 
 
@@ -178,11 +178,11 @@ async def test_a_pool_that_is_too_small_for_its_blocks_is_refused(
 
     monkeypatch.setattr(cuda_ipc, "share_layer", lying)
     store = store_of(layout_of())
-    cut = lane_end(store.layout, 0, 4, 4, "raw")
+    shard = rank_shard(store.layout, 0, 4, 4, "raw")
     transport = CudaIpcTransport(store, join_timeout_s=20)
-    pending = await transport.prepare("127.0.0.1", cut)
+    pending = await transport.prepare("127.0.0.1", shard)
     joining, waiting = await asyncio.gather(
-        transport.join(pending.params, cut), pending.established(), return_exceptions=True
+        transport.join(pending.params, shard), pending.established(), return_exceptions=True
     )
     assert isinstance(joining, ConnectionLost)
     assert isinstance(waiting, ProtocolError)
@@ -192,17 +192,17 @@ async def test_a_pool_that_is_too_small_for_its_blocks_is_refused(
 
 async def test_an_error_of_cuda_breaks_the_link(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(layout_of())
-    cut = lane_end(store.layout, 0, 4, 4, "raw")
-    async with linked(store, store, cut, cut) as (sender, _):
+    shard = rank_shard(store.layout, 0, 4, 4, "raw")
+    async with linked(store, store, shard, shard) as (sender, _):
 
         def fails(*_: object) -> None:
             raise RuntimeError("an illegal memory access was encountered")
 
         monkeypatch.setattr(cuda_ipc, "digest_units", fails)
         with pytest.raises(ConnectionLost, match="illegal memory access"):
-            await sender.send([Segment(0, (1,))], SEAL)
+            await sender.send([Segment(0, (1,))], SEED)
         with pytest.raises(ConnectionLost, match="closed"):
-            await sender.send([Segment(0, (1,))], SEAL)
+            await sender.send([Segment(0, (1,))], SEED)
 
 
 class Compiled:
@@ -230,11 +230,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 async def test_a_cuda_ipc_link_compiles_nothing_for_a_chunk_when_it_is_joined(shared: None, compiled: set[str]) -> None:
     source, target = store_of(layout_of(), seed=1), store_of(layout_of(block_size=8))
-    cut, own = lane_end(source.layout, 1, 2, 4, "raw"), lane_end(target.layout, 1, 2, 4, "raw")
-    async with linked(source, target, cut, own) as (sender, receiver):
+    shard, own = rank_shard(source.layout, 1, 2, 4, "raw"), rank_shard(target.layout, 1, 2, 4, "raw")
+    async with linked(source, target, shard, own) as (sender, receiver):
         before = set(compiled)
-        await sender.send(chunk_of(1, cut), SEAL)
-        assert await receiver.receive(chunk_of(2, own), SEAL)
+        await sender.send(chunk_of(1, shard), SEED)
+        assert await receiver.receive(chunk_of(2, own), SEED)
         assert before
         assert compiled == before
 
@@ -244,24 +244,26 @@ async def test_a_cuda_ipc_link_compiles_nothing_for_a_chunk_when_it_is_joined(sh
 def test_staging_compiles_nothing_for_a_chunk_once_it_is_warm(
     encoding: Encoding, head_dim: int, compiled: set[str]
 ) -> None:
-    cut = lane_end(layout_of(head_dim), 1, 2, 2, encoding)
-    source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)
+    shard = rank_shard(layout_of(head_dim), 1, 2, 2, encoding)
+    source, target = CudaStaging(store_of(shard.layout, seed=1), shard), CudaStaging(store_of(shard.layout), shard)
     source.warm_up()
     before = set(compiled)
     packed = source.buffer(0, 4)
-    source.pack(chunk_of(1, cut), SEAL, packed)
-    assert target.unpack(chunk_of(2, cut), SEAL, packed)
+    source.pack(chunk_of(1, shard), SEED, packed)
+    assert target.unpack(chunk_of(2, shard), SEED, packed)
     assert before
     assert compiled == before
 
 
-def test_a_worker_compiles_at_its_start_what_lanes_with_its_peers_need(compiled: set[str]) -> None:
+def test_a_worker_compiles_at_its_start_what_rank_pairs_with_its_peers_need(compiled: set[str]) -> None:
     store = store_of(layout_of())
     peers = [layout_of(), replace(layout_of(block_size=8), tp_size=2)]
-    warm_up_lanes(("cuda_ipc", "torch_distributed"), store, peers, "raw")
+    warm_up_pairs(("cuda_ipc", "torch_distributed"), store, peers, "raw")
     before = set(compiled)
     for peer in peers:
-        for own, theirs in [cut_pair(lane, store.layout, peer, "raw") for lane in rank_pairs(store.layout, peer)]:
+        for own, theirs in [
+            pair_shards(rank_pair, store.layout, peer, "raw") for rank_pair in rank_pairs(store.layout, peer)
+        ]:
             queue, device = DeviceQueue(torch.device("cpu")), torch.device("cpu")
             warm_up_source(own, queue, device)
             warm_up_target(theirs, own, queue, device)
@@ -277,7 +279,7 @@ def test_a_gpus_transports_are_there_once_their_kernels_are_compiled(
     make_transports(TransferConfig(transport="torch_distributed", encoding="fp8"), store, peers=[store.layout])
     before = set(compiled)
     assert before
-    CudaStaging(store, lane_end(store.layout, 0, 4, 4, "fp8")).warm_up()
+    CudaStaging(store, rank_shard(store.layout, 0, 4, 4, "fp8")).warm_up()
     assert compiled == before
 
 
@@ -305,8 +307,8 @@ class NotedQueue:
 def test_staging_never_allocates_from_the_engines_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed activations may still be in use by work that the engine has queued on its stream."""
     monkeypatch.setattr(device_units, "DeviceQueue", NotedQueue)
-    cut = lane_end(layout_of(), 0, 4, 4, "raw")
-    source, target = CudaStaging(store_of(cut.layout, seed=1), cut), CudaStaging(store_of(cut.layout), cut)
+    shard = rank_shard(layout_of(), 0, 4, 4, "raw")
+    source, target = CudaStaging(store_of(shard.layout, seed=1), shard), CudaStaging(store_of(shard.layout), shard)
     owners: list[NotedQueue | None] = []
     empty = torch.empty
 
@@ -319,8 +321,8 @@ def test_staging_never_allocates_from_the_engines_stream(monkeypatch: pytest.Mon
     for units in (2, 4):  # a buffer that grows
         packed = source.buffer(0, units)
         assert source._waiting.kept[-1] == packed.data_ptr()  # type: ignore[attr-defined]
-    source.pack(chunk_of(1, cut), SEAL, packed)
-    assert target.unpack(chunk_of(2, cut), SEAL, packed)
+    source.pack(chunk_of(1, shard), SEED, packed)
+    assert target.unpack(chunk_of(2, shard), SEED, packed)
     assert owners[:2] == [source._posting] * 2
     assert len(owners) >= 4
     assert None not in owners
@@ -344,11 +346,11 @@ async def test_a_cache_is_shared_once_and_unmapped_on_the_links_thread(
     monkeypatch.setattr(cuda_ipc, "share_layer", counted)
     monkeypatch.setattr(cuda_ipc, "open_layer", lambda handle, _: Mapped(struct.unpack("<Q", handle.handle)[0]))
     store = store_of(layout_of())
-    cut = lane_end(store.layout, 0, 4, 4, "raw")
+    shard = rank_shard(store.layout, 0, 4, 4, "raw")
     sending, receiving = CudaIpcTransport(store, join_timeout_s=20), CudaIpcTransport(store, join_timeout_s=20)
     for _ in range(3):
-        pending = await receiving.prepare("127.0.0.1", cut)
-        links = await asyncio.gather(sending.join(pending.params, cut), pending.established())
+        pending = await receiving.prepare("127.0.0.1", shard)
+        links = await asyncio.gather(sending.join(pending.params, shard), pending.established())
         for link in links:
             await link.close()
     assert num_shared == store.layout.num_tensors
@@ -357,12 +359,12 @@ async def test_a_cache_is_shared_once_and_unmapped_on_the_links_thread(
     await receiving.close()
 
 
-async def test_lanes_that_cuda_ipc_cannot_move_are_refused() -> None:
+async def test_encodings_that_cuda_ipc_cannot_move_are_refused() -> None:
     transport = CudaIpcTransport(store_of(layout_of(head_dim=5)))
     with pytest.raises(ConnectionLost, match="not made of"):
-        await transport.prepare("127.0.0.1", lane_end(layout_of(head_dim=5), 0, 1, 1, "raw"))
+        await transport.prepare("127.0.0.1", rank_shard(layout_of(head_dim=5), 0, 1, 1, "raw"))
     with pytest.raises(ConnectionLost, match="not encoded"):
-        await transport.join({}, lane_end(layout_of(), 0, 4, 4, "int8"))
+        await transport.join({}, rank_shard(layout_of(), 0, 4, 4, "int8"))
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

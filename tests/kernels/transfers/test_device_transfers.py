@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.rigs.device_store import TensorStore
-from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, lane_end, settle
+from tests.rigs.kv_pair import FAST, SECRET, TOKEN, D, P, fails, rank_shard, settle
 from twostroke.kvtransfer.config import TransferConfig
-from twostroke.kvtransfer.link import ON_GPUS, ON_HOSTS, pace_of, staged
+from twostroke.kvtransfer.link import ON_GPUS, ON_HOSTS, link_pace, staging_need
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
@@ -133,17 +133,17 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DevicePair]:
             await transports.close()
 
 
-def digest_at_once(source: cuda_ipc.CudaIpcSource, segments: Any, seal: int) -> bytes:
+def digest_at_once(source: cuda_ipc.CudaIpcSource, segments: Any, seed: int) -> bytes:
     found = torch.empty(2, dtype=torch.int64)
-    cuda_ipc.digest_units(source._units.places, source._units.addresses(segments), seal, found)
+    cuda_ipc.digest_units(source._units.places, source._units.addresses(segments), seed, found)
     return found.numpy().tobytes()
 
 
 async def test_three_chunks_are_under_way_on_each_side_while_the_first_has_not_ended(pair: DevicePair) -> None:
     outgoing, incoming = pair.begin("warm")
-    lane = outgoing.lanes[0]
+    rank_pair = outgoing.pairs[0]
     await asyncio.gather(outgoing.done(), incoming.verified())
-    chunks = lane.num_chunks
+    chunks = rank_pair.num_chunks
     assert chunks == 2 * NUM_BLOCKS // 4
     launched, told = pair.device.launched, pair.device.num_told
     assert launched == dict.fromkeys(launched, chunks)
@@ -197,7 +197,7 @@ async def test_at_a_cut_blocks_are_kept_until_what_was_launched_has_ended_and_th
 
 def test_a_gpus_links_have_larger_chunks_and_more_of_them_under_way_than_a_hosts() -> None:
     store = TensorStore(LAYOUT, NUM_BLOCKS, "cpu")
-    assert (pace_of(store), ON_GPUS.chunk_bytes, ON_GPUS.chunks_under_way) == (ON_GPUS, 32 * 2**20, 3)
+    assert (link_pace(store), ON_GPUS.chunk_bytes, ON_GPUS.chunks_under_way) == (ON_GPUS, 32 * 2**20, 3)
     assert (ON_HOSTS.chunk_bytes, ON_HOSTS.chunks_under_way) == (4 * 2**20, 2)
     assert FAST.max_chunk_bytes is None
 
@@ -205,19 +205,19 @@ def test_a_gpus_links_have_larger_chunks_and_more_of_them_under_way_than_a_hosts
 async def test_a_links_chunks_are_no_larger_than_the_memory_that_it_has_for_them(
     pair: DevicePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LocalSource, "most_chunk_bytes", 2 * LAYOUT.block_bytes)
+    monkeypatch.setattr(LocalSource, "max_chunk_bytes", 2 * LAYOUT.block_bytes)
     outgoing, incoming = pair.begin("r")
-    lane = outgoing.lanes[0]
+    rank_pair = outgoing.pairs[0]
     await asyncio.gather(outgoing.done(), incoming.verified())
-    assert lane.num_chunks == 2 * NUM_BLOCKS // 2
+    assert rank_pair.num_chunks == 2 * NUM_BLOCKS // 2
 
 
 async def test_a_group_between_gpus_has_memory_for_each_chunk_under_way_of_the_size_that_it_is_told() -> None:
     store = TensorStore(LAYOUT, NUM_BLOCKS, "cpu")
-    transport = TorchDistributedTransport(store, most_chunk_bytes=12345)
-    pending = await transport.prepare("127.0.0.1", lane_end(LAYOUT, 0, 2, 4, "raw"))
+    transport = TorchDistributedTransport(store, max_chunk_bytes=12345)
+    pending = await transport.prepare("127.0.0.1", rank_shard(LAYOUT, 0, 2, 4, "raw"))
     link = pending.link
-    assert (link.most_chunk_bytes, link._free.qsize()) == (12345, ON_GPUS.chunks_under_way)
+    assert (link.max_chunk_bytes, link._free.qsize()) == (12345, ON_GPUS.chunks_under_way)
     await pending.close()
     await transport.close()
 
@@ -236,5 +236,5 @@ async def test_a_group_between_gpus_has_memory_for_each_chunk_under_way_of_the_s
 def test_staging_memory_of_all_links_is_bounded_and_known(
     links: int, most: int | None, chunk_mib: int, total_mib: int
 ) -> None:
-    chunk_bytes, total_bytes = staged(links, most)
+    chunk_bytes, total_bytes = staging_need(links, most)
     assert (chunk_bytes // 2**20, total_bytes // 2**20) == (chunk_mib, total_mib)

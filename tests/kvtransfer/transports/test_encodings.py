@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.rigs.kv_pair import lane_end
-from twostroke.kvtransfer.layout import Cut
+from tests.rigs.kv_pair import rank_shard
+from twostroke.kvtransfer.layout import KVShard
 from twostroke.kvtransfer.transports.host_units import decode, encode
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 
@@ -18,16 +18,18 @@ DTYPES = ["float32", "bfloat16", "float16"]
 ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
-def cut_of(dtype: str, encoding: Encoding, *, heads: int = 2, unit_tokens: int = 4, head_dim: int = 24) -> Cut:
+def make_shard(dtype: str, encoding: Encoding, *, heads: int = 2, unit_tokens: int = 4, head_dim: int = 24) -> KVShard:
     layout = KVLayout("m", dtype, num_layers=1, num_kv_heads=4, head_dim=head_dim, block_size=8)
-    return lane_end(layout, first_head=1, num_heads=heads, unit_tokens=unit_tokens, encoding=encoding)
+    return rank_shard(layout, first_head=1, num_heads=heads, unit_tokens=unit_tokens, encoding=encoding)
 
 
 def there_and_back(values: Tensor, encoding: Encoding, dtype: str) -> Tensor:
     """values [units, 2, heads, tokens, dim] as `dtype` has them after the way, in fp64."""
     units, _, heads, tokens, dim = values.shape
-    source = cut_of(str(values.dtype).removeprefix("torch."), encoding, heads=heads, unit_tokens=tokens, head_dim=dim)
-    target = cut_of(dtype, encoding, heads=heads, unit_tokens=tokens, head_dim=dim)
+    source = make_shard(
+        str(values.dtype).removeprefix("torch."), encoding, heads=heads, unit_tokens=tokens, head_dim=dim
+    )
+    target = make_shard(dtype, encoding, heads=heads, unit_tokens=tokens, head_dim=dim)
     wire = np.full(units * source.unit_bytes, 0xAB, np.uint8)
     encode(values.contiguous().view(torch.uint8).reshape(-1).numpy(), source, wire)
     out = np.full(units * target.stored_unit_bytes, 0xCD, np.uint8)
@@ -122,11 +124,11 @@ def test_a_unit_is_its_codes_and_then_its_scales(
     encoding: Encoding, heads: int, unit_tokens: int, head_dim: int
 ) -> None:
     torch.manual_seed(3)
-    cut = cut_of("bfloat16", encoding, heads=heads, unit_tokens=unit_tokens, head_dim=head_dim)
+    shard = make_shard("bfloat16", encoding, heads=heads, unit_tokens=unit_tokens, head_dim=head_dim)
     values = torch.randn(5, 2, heads, unit_tokens, head_dim).bfloat16()
-    wire = np.zeros(5 * cut.unit_bytes, np.uint8)
-    encode(values.view(torch.uint8).reshape(-1).numpy(), cut, wire)
-    units = torch.from_numpy(wire).view(5, cut.unit_bytes)
+    wire = np.zeros(5 * shard.unit_bytes, np.uint8)
+    encode(values.view(torch.uint8).reshape(-1).numpy(), shard, wire)
+    units = torch.from_numpy(wire).view(5, shard.unit_bytes)
     codes, scales = units[:, : values[0].numel()], units[:, values[0].numel() :]
     kind = torch.int8 if encoding == "int8" else torch.float8_e4m3fn
     rebuilt = codes.contiguous().view(kind).float().view(values.shape)
@@ -135,7 +137,7 @@ def test_a_unit_is_its_codes_and_then_its_scales(
 
 
 def test_values_at_an_odd_address_are_refused() -> None:
-    cut = cut_of("bfloat16", "int8")
-    raw = np.zeros(cut.stored_unit_bytes + 1, np.uint8)[1:]
+    shard = make_shard("bfloat16", "int8")
+    raw = np.zeros(shard.stored_unit_bytes + 1, np.uint8)[1:]
     with pytest.raises(ValueError, match="odd address"):
-        encode(raw, cut, np.zeros(cut.unit_bytes, np.uint8))
+        encode(raw, shard, np.zeros(shard.unit_bytes, np.uint8))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tests.rigs.kv_pair import BytesStore, lane_end
-from twostroke.kvtransfer.layout import Cut, Segment
+from tests.rigs.kv_pair import BytesStore, rank_shard
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.transports.host_units import (
     BATCH_BYTES,
     MAX_VIEWS,
@@ -23,7 +23,7 @@ from twostroke.protocol.kv_layout import DTYPE_BYTES, Encoding, KVLayout
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[BytesStore, Cut, list[Segment]]:
+def cases(draw: st.DrawFn) -> tuple[BytesStore, KVShard, list[Segment]]:
     """A filled store, a cut of it, and units of it in any order."""
     heads = draw(st.integers(1, 5))
     unit_tokens, parts = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 4))
@@ -38,37 +38,39 @@ def cases(draw: st.DrawFn) -> tuple[BytesStore, Cut, list[Segment]]:
         kinds=draw(st.integers(1, 2)),
     )
     store.fill(draw(st.integers(0, 9)))
-    cut = lane_end(store.layout, first_head, draw(st.integers(1, heads - first_head)), unit_tokens, "raw")
+    shard = rank_shard(store.layout, first_head, draw(st.integers(1, heads - first_head)), unit_tokens, "raw")
     unit_ids = st.integers(0, store.num_blocks * parts - 1)
     segments = st.builds(Segment, st.integers(0, 2), st.lists(unit_ids, max_size=9, unique=True).map(tuple))
-    return store, cut, draw(st.lists(segments, max_size=4))
+    return store, shard, draw(st.lists(segments, max_size=4))
 
 
-def naive(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
-    """The units as on the wire: [kinds, heads of the lane, unit_tokens, head_dim] each."""
+def naive(store: BytesStore, shard: KVShard, segments: list[Segment]) -> bytes:
+    """The units as on the wire: [kinds, heads of the rank pair, unit_tokens, head_dim] each."""
     return b"".join(
-        unit_array(store, cut, segment.layer, unit_id).tobytes() for segment in segments for unit_id in segment.unit_ids
+        unit_array(store, shard, segment.layer, unit_id).tobytes()
+        for segment in segments
+        for unit_id in segment.unit_ids
     )
 
 
-def unit_array(store: BytesStore, cut: Cut, layer: int, unit_id: int) -> NDArray[np.uint8]:
+def unit_array(store: BytesStore, shard: KVShard, layer: int, unit_id: int) -> NDArray[np.uint8]:
     """A view of the unit, [kinds, heads, unit_tokens, bytes of a row]."""
-    layout = cut.layout
+    layout = shard.layout
     row = layout.head_dim * DTYPE_BYTES[layout.dtype]
     blocks = np.frombuffer(store.layers[layer], np.uint8)
     blocks = blocks.reshape(store.num_blocks, layout.kinds, layout.heads_per_rank, layout.block_size, row)
-    block, part = divmod(unit_id, cut.units_per_block)
-    tokens = slice(part * cut.unit_tokens, (part + 1) * cut.unit_tokens)
-    return blocks[block, :, cut.first_head : cut.first_head + cut.num_heads, tokens]
+    block, part = divmod(unit_id, shard.units_per_block)
+    tokens = slice(part * shard.unit_tokens, (part + 1) * shard.unit_tokens)
+    return blocks[block, :, shard.first_head : shard.first_head + shard.num_heads, tokens]
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_packed_units_are_slices_of_the_cache(case: tuple[BytesStore, Cut, list[Segment]]) -> None:
-    store, cut, segments = case
-    units = HostUnits(store, cut)
-    expected = naive(store, cut, segments)
-    assert len(expected) == count_units(segments) * units.unit_bytes == count_units(segments) * cut.unit_bytes
+def test_packed_units_are_slices_of_the_cache(case: tuple[BytesStore, KVShard, list[Segment]]) -> None:
+    store, shard, segments = case
+    units = HostUnits(store, shard)
+    expected = naive(store, shard, segments)
+    assert len(expected) == count_units(segments) * units.unit_bytes == count_units(segments) * shard.unit_bytes
     out = np.full(len(expected) + 3, 0xAA, np.uint8)
     units.pack(segments, out)
     assert out.tobytes() == expected + b"\xaa" * 3
@@ -79,32 +81,32 @@ def test_packed_units_are_slices_of_the_cache(case: tuple[BytesStore, Cut, list[
 @given(cases(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_unpacked_units_land_where_they_belong_and_nothing_else_changes(
-    case: tuple[BytesStore, Cut, list[Segment]], draw: random.Random
+    case: tuple[BytesStore, KVShard, list[Segment]], draw: random.Random
 ) -> None:
-    store, cut, segments = case
+    store, shard, segments = case
     seen: set[tuple[int, int]] = set()
     once = []
     for segment in segments:
         ids = tuple(unit_id for unit_id in segment.unit_ids if (segment.layer, unit_id) not in seen)
         seen |= {(segment.layer, unit_id) for unit_id in ids}
         once.append(Segment(segment.layer, ids))
-    packed = draw.randbytes(count_units(once) * cut.unit_bytes)
+    packed = draw.randbytes(count_units(once) * shard.unit_bytes)
     expected = [bytearray(layer) for layer in store.layers]
     untouched = BytesStore(3, store.num_blocks, store.layout.head_dim)
     untouched.layers = expected
     at = 0
     for segment in once:
         for unit_id in segment.unit_ids:
-            place = unit_array(untouched, cut, segment.layer, unit_id)
-            place[:] = np.frombuffer(packed[at : at + cut.unit_bytes], np.uint8).reshape(place.shape)
-            at += cut.unit_bytes
-    HostUnits(store, cut).unpack(once, memoryview(packed))
+            place = unit_array(untouched, shard, segment.layer, unit_id)
+            place[:] = np.frombuffer(packed[at : at + shard.unit_bytes], np.uint8).reshape(place.shape)
+            at += shard.unit_bytes
+    HostUnits(store, shard).unpack(once, memoryview(packed))
     assert store.copy() == [bytes(layer) for layer in expected]
 
 
 def test_adjacent_blocks_are_one_view() -> None:
     store = BytesStore(2, 16)
-    units = HostUnits(store, lane_end(store.layout, 0, 1, 4, "raw"))
+    units = HostUnits(store, rank_shard(store.layout, 0, 1, 4, "raw"))
     views = units.views([Segment(0, (3, 4, 5, 9, 8)), Segment(1, (9,))])
     assert [view.nbytes // store.block_bytes for view in views] == [3, 1, 1, 1]
 
@@ -112,7 +114,7 @@ def test_adjacent_blocks_are_one_view() -> None:
 @pytest.mark.parametrize("segment", [Segment(0, (16,)), Segment(0, (3, -1)), Segment(2, (0,)), Segment(-1, (0,))])
 def test_units_that_a_store_has_not_are_refused(segment: Segment) -> None:
     store = BytesStore(2, 8, num_kv_heads=2)
-    whole, part = lane_end(store.layout, 0, 2, 4, "raw"), lane_end(store.layout, 0, 1, 2, "raw")
+    whole, part = rank_shard(store.layout, 0, 2, 4, "raw"), rank_shard(store.layout, 0, 1, 2, "raw")
     if segment.unit_ids == (16,):
         assert HostUnits(store, part).pack([Segment(0, (15,))], np.empty(10**4, np.uint8)) is None
     buffer = np.zeros(10**4, np.uint8)
@@ -126,9 +128,9 @@ def test_units_that_a_store_has_not_are_refused(segment: Segment) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=5), st.lists(st.integers(0, 12), max_size=4))
-def test_split_segments_are_all_units_in_their_order(sizes: list[int], cuts: list[int]) -> None:
+def test_split_segments_are_all_units_in_their_order(sizes: list[int], shards: list[int]) -> None:
     segments = [Segment(layer, tuple(range(10 * layer, 10 * layer + size))) for layer, size in enumerate(sizes)]
-    starts = sorted({0, *(cut for cut in cuts if cut < sum(sizes))})
+    starts = sorted({0, *(shard for shard in shards if shard < sum(sizes))})
     parts = split_segments(segments, starts)
 
     def flat(some: list[Segment]) -> list[tuple[int, int]]:
@@ -161,18 +163,18 @@ def test_what_goes_out_comes_in_at_a_store_with_other_blocks(encoding: Encoding,
     target = BytesStore(1, 160, 128, num_kv_heads=4, block_size=4) if unit_tokens == 4 else make_like(source.layout)
     values = np.random.default_rng(3).standard_normal(source.num_blocks * source.block_bytes // 2).astype(np.float32)
     source.layers[0][:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # bf16
-    cuts = [lane_end(store.layout, 1, 2, unit_tokens, encoding) for store in (source, target)]
-    num_units = source.num_blocks * cuts[0].units_per_block
+    shards = [rank_shard(store.layout, 1, 2, unit_tokens, encoding) for store in (source, target)]
+    num_units = source.num_blocks * shards[0].units_per_block
     from_ids, to_ids = (tuple(random.Random(seed).sample(range(num_units), num_units)) for seed in (1, 2))
-    out, into = HostWire(source, cuts[0]), HostWire(target, cuts[1])
+    out, into = HostWire(source, shards[0]), HostWire(target, shards[1])
     total = 0
     for sent, room in zip(out.outgoing([Segment(0, from_ids)]), into.incoming([Segment(0, to_ids)]), strict=True):
         for view, place in zip(sent, room, strict=True):
             place[:] = view
             total += view.nbytes
-    assert total == num_units * cuts[0].unit_bytes
+    assert total == num_units * shards[0].unit_bytes
     for from_id, to_id in zip(from_ids, to_ids, strict=True):
-        was, came = unit_array(source, cuts[0], 0, from_id), unit_array(target, cuts[1], 0, to_id)
+        was, came = unit_array(source, shards[0], 0, from_id), unit_array(target, shards[1], 0, to_id)
         if encoding == "raw":
             assert (was == came).all()
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.rigs.kv_links import ALL_NAMES, SharedBytesStore, blocks, linked, move, two
-from tests.rigs.kv_pair import BytesStore, lane_end
+from tests.rigs.kv_pair import BytesStore, rank_shard
 from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.transports import make_transports
@@ -32,9 +32,9 @@ async def test_blocks_arrive_in_the_order_of_both_tables(name: str, num_blocks: 
             [tuple(random.Random(seed).sample(range(num_blocks), num_blocks)) for seed in pair]
             for pair in ((1, 2), (3, 4))
         ]
-        for seal, layers in ((0, (0,)), (2**64 - 1, (1, 0))):
+        for seed, layers in ((0, (0,)), (2**64 - 1, (1, 0))):
             chunks = [[Segment(layer, tables[side][layer]) for layer in layers] for side in range(2)]
-            assert await move(ends, chunks[0], chunks[1], seal)
+            assert await move(ends, chunks[0], chunks[1], seed)
             for layer in layers:
                 for from_id, to_id in zip(tables[0][layer], tables[1][layer], strict=True):
                     assert source.block(layer, from_id) == target.block(layer, to_id)
@@ -45,7 +45,7 @@ async def test_heads_and_blocks_of_other_sizes_are_filled_where_they_belong(name
     source = SharedBytesStore(1, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
     target = SharedBytesStore(1, 160, 512, num_kv_heads=4, block_size=4)
     source.fill(1)
-    source_cut, target_cut = lane_end(source.layout, 1, 1, 4, "raw"), lane_end(target.layout, 3, 1, 4, "raw")
+    source_cut, target_cut = rank_shard(source.layout, 1, 1, 4, "raw"), rank_shard(target.layout, 3, 1, 4, "raw")
     order = tuple(random.Random(1).sample(range(160), 160))
     async with linked(name, source, target, source_cut, target_cut) as ends:
         assert await move(ends, [Segment(0, order)], [Segment(0, tuple(range(160)))])
@@ -72,19 +72,19 @@ async def test_many_calls_under_way_are_carried_out_in_their_order(name: str) ->
             under_way: list[asyncio.Future[object]] = []
             results: list[object] = []
             order = random.Random(seed)
-            for seal, size in enumerate(sizes):
-                segments = [Segment(0, tuple(random.Random(seal).sample(range(64), size)))]
-                under_way.append(asyncio.ensure_future(make_call(seal, segments)))  # type: ignore[arg-type]
+            for seed, size in enumerate(sizes):
+                segments = [Segment(0, tuple(random.Random(seed).sample(range(64), size)))]
+                under_way.append(asyncio.ensure_future(make_call(seed, segments)))  # type: ignore[arg-type]
                 while len(under_way) > order.randrange(3):
                     results.append(await under_way.pop(0))
             return results + [await each for each in under_way]
 
         _, intact = await asyncio.gather(
-            call(lambda seal, segments: sender.send(segments, seal), 1),
-            call(lambda seal, segments: receiver.receive(segments, seal), 2),
+            call(lambda seed, segments: sender.send(segments, seed), 1),
+            call(lambda seed, segments: receiver.receive(segments, seed), 2),
         )
         assert intact == [True] * len(sizes)
-    touched = {unit for seal, size in enumerate(sizes) for unit in random.Random(seal).sample(range(64), size)}
+    touched = {unit for seed, size in enumerate(sizes) for unit in random.Random(seed).sample(range(64), size)}
     assert all(source.block(0, unit) == target.block(0, unit) for unit in touched)
 
 
@@ -101,14 +101,16 @@ async def test_what_is_discarded_leaves_the_stream_in_step(name: str) -> None:
 
 @ALL
 @pytest.mark.parametrize("num_blocks", [2, 64])
-async def test_a_chunk_with_another_seal_or_another_chunks_bytes_is_not_intact(name: str, num_blocks: int) -> None:
+async def test_a_chunk_with_another_seed_or_another_chunks_bytes_has_a_wrong_checksum(
+    name: str, num_blocks: int
+) -> None:
     source, target = SharedBytesStore(1, 64, 2048), SharedBytesStore(1, 64, 2048)
     source.fill(1)
     chunk = [Segment(0, tuple(range(num_blocks)))]
     async with linked(name, source, target) as (sender, receiver):
-        for sealed, expected in ((1, 2), (2**63, 2**63 + 2**40), (5, 5)):
-            _, is_intact = await asyncio.gather(sender.send(chunk, sealed), receiver.receive(chunk, expected))
-            assert is_intact == (sealed == expected), "the stream stays in step"
+        for seeded, expected in ((1, 2), (2**63, 2**63 + 2**40), (5, 5)):
+            _, has_right_checksum = await asyncio.gather(sender.send(chunk, seeded), receiver.receive(chunk, expected))
+            assert has_right_checksum == (seeded == expected), "the stream stays in step"
         swapped = await asyncio.gather(
             sender.send(chunk, 6), sender.send(chunk, 7), receiver.receive(chunk, 7), receiver.receive(chunk, 6)
         )
@@ -200,9 +202,9 @@ def _address(name: str, params: Mapping[str, Any]) -> Any:
 async def test_only_the_peer_with_the_token_gets_the_link_however_many_connect_first(name: str) -> None:
     source, target = SharedBytesStore(), SharedBytesStore()
     source.fill(1)
-    cut = blocks(source)
+    shard = blocks(source)
     async with two(name, source, target) as (sending, receiving):
-        pending = await receiving.prepare("127.0.0.1", cut)
+        pending = await receiving.prepare("127.0.0.1", shard)
         where = pending.params
         unknown_peers = [socket.socket(socket.AF_UNIX if name == "shm" else socket.AF_INET) for _ in range(3)]
         for unknown in unknown_peers:
@@ -215,12 +217,12 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_connect_f
             ({"port": 1} if name == "tcp" else {"name": "nobody"}, "can't join"),
         ):
             with pytest.raises(ConnectionLost, match=complaint):
-                await sending.join({**where, **wrong}, cut)
-        ends = await asyncio.gather(sending.join(where, cut), pending.established())
+                await sending.join({**where, **wrong}, shard)
+        ends = await asyncio.gather(sending.join(where, shard), pending.established())
         assert await move(ends, [Segment(0, (1,))], [Segment(0, (2,))])
         assert target.block(0, 2) == source.block(0, 1)
         with pytest.raises(ConnectionLost):
-            await sending.join(where, cut)
+            await sending.join(where, shard)
         for unknown in unknown_peers:
             assert unknown.recv(1) == b"", "sent away once the peer had come"
             unknown.close()
@@ -228,7 +230,7 @@ async def test_only_the_peer_with_the_token_gets_the_link_however_many_connect_f
 
 @ON_SOCKETS
 @pytest.mark.parametrize("pauses", [1, 2, 3])
-async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(
+async def test_a_listener_that_closes_while_a_peer_connects_closes_the_connection(
     name: str, pauses: int, recwarn: pytest.WarningsRecorder
 ) -> None:
     faults: list[dict[str, object]] = []
@@ -250,7 +252,7 @@ async def test_a_door_that_closes_while_a_guest_knocks_sends_the_guest_away(
 
 
 @ON_SOCKETS
-async def test_a_transport_that_is_closed_closes_its_doors(name: str) -> None:
+async def test_a_transport_that_is_closed_closes_its_listeners(name: str) -> None:
     store = SharedBytesStore()
     async with two(name, store, store) as (sending, receiving):
         pending = await receiving.prepare("127.0.0.1", blocks(store))

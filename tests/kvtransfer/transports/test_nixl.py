@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.faults.census import socket_inodes
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, move, two
-from tests.rigs.kv_pair import BytesStore, lane_end
+from tests.rigs.kv_pair import BytesStore, rank_shard
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.kvtransfer.layout import Segment
 from twostroke.kvtransfer.transports import make_transports, nixl
@@ -37,7 +37,7 @@ async def test_a_chunk_is_one_descriptor_however_many_rows_and_blocks_it_is_of(m
     source = SharedBytesStore(2, 40, 512, num_kv_heads=4, block_size=16, tp_size=2)
     target = SharedBytesStore(2, 160, 512, num_kv_heads=4, block_size=4)
     source.fill(1)
-    cuts = lane_end(source.layout, 1, 1, 4, "raw"), lane_end(target.layout, 3, 1, 4, "raw")
+    shards = rank_shard(source.layout, 1, 1, 4, "raw"), rank_shard(target.layout, 3, 1, 4, "raw")
     sizes: list[tuple[int, int]] = []
     read = nixl.NixlTarget._read
 
@@ -45,11 +45,11 @@ async def test_a_chunk_is_one_descriptor_however_many_rows_and_blocks_it_is_of(m
         sizes.append((end._places(address, into.numel(), 0).descCount(), into.numel()))
         read(end, address, into, until_s)
 
-    async with linked("nixl", source, target, *cuts) as ends:
+    async with linked("nixl", source, target, *shards) as ends:
         monkeypatch.setattr(nixl.NixlTarget, "_read", counted)
         chunk = [Segment(layer, tuple(range(160))) for layer in range(2)]
         assert await move(ends, chunk, chunk)
-    assert sizes == [(1, 320 * cuts[0].unit_bytes + 16)]
+    assert sizes == [(1, 320 * shards[0].unit_bytes + 16)]
 
 
 @needs_nixl
@@ -111,8 +111,8 @@ async def test_a_chunk_that_is_not_where_or_as_long_as_it_must_be_breaks_the_lin
 @needs_nixl
 async def test_a_chunk_that_has_no_room_in_the_buffers_is_refused() -> None:
     store = SharedBytesStore(1, 8, 2048)
-    async with linked("nixl", store, store, most_chunk_bytes=2 * store.block_bytes) as (sender, _):
-        assert sender.most_chunk_bytes == 2 * store.block_bytes
+    async with linked("nixl", store, store, max_chunk_bytes=2 * store.block_bytes) as (sender, _):
+        assert sender.max_chunk_bytes == 2 * store.block_bytes
         with pytest.raises(ProtocolError, match="no room"):
             await sender.send([Segment(0, (0, 1, 2))], 1)
 

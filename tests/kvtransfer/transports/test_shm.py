@@ -21,7 +21,7 @@ import pytest
 
 from tests.rigs.kv_links import SharedBytesStore, blocks, linked, mappings, two
 from tests.rigs.kv_pair import BLOCK_SIZE, open_descriptors
-from twostroke.kvtransfer.layout import Cut, Segment
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.transports import local, shm, sockets
 from twostroke.kvtransfer.transports.shm import ShmPool, receive_pool, send_pool
 from twostroke.protocol.errors import ConnectionLost, ProtocolError
@@ -62,10 +62,10 @@ async def test_a_target_with_other_stages_reads_each_layer_from_the_tensor_that_
     target = SharedBytesStore(6, 16, windows=windows, pp_size=2, rank=1)
     source.fill(1)
     layers, table = range(3, 6), tuple(range(6))
-    cuts = [Cut(store.layout, store.rank, layers, 0, 1, BLOCK_SIZE, "raw") for store in (source, target)]
-    async with linked("shm", source, target, *cuts) as (sender, receiver):
+    shards = [KVShard(store.layout, store.rank, layers, 0, 1, BLOCK_SIZE, "raw") for store in (source, target)]
+    async with linked("shm", source, target, *shards) as (sender, receiver):
         runs = tuple(Run(layer, 0, 2) for layer in layers)
-        sent, received = (cut.segments(runs, table) for cut in cuts)
+        sent, received = (shard.segments(runs, table) for shard in shards)
         await asyncio.gather(sender.send(sent, 9), receiver.receive(received, 9))
     for layer, (there, here) in zip(layers, ((0, 0), (2, 1), (2, 2)), strict=True):  # groups of table rows
         tensor = source.layout.groups.tensor_of_layer[layer]
@@ -81,14 +81,14 @@ async def test_a_source_runs_only_a_few_chunks_ahead_of_its_target() -> None:
 
         async def send_all() -> None:
             nonlocal num_sent
-            for seal in range(num_chunks):
-                await sender.send(chunk, seal)
+            for seed in range(num_chunks):
+                await sender.send(chunk, seed)
                 num_sent += 1
 
         sending = asyncio.create_task(send_all())
-        for seal in range(num_chunks):
-            assert await receiver.receive(chunk, seal)
-            assert num_sent - (seal + 1) <= most_ahead, "a short prompt's chunk would wait behind all of them"
+        for seed in range(num_chunks):
+            assert await receiver.receive(chunk, seed)
+            assert num_sent - (seed + 1) <= most_ahead, "a short prompt's chunk would wait behind all of them"
         await sending
 
 

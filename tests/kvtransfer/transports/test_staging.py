@@ -7,8 +7,8 @@ import pytest
 import torch
 import xxhash
 
-from tests.rigs.kv_pair import BytesStore, lane_end
-from twostroke.kvtransfer.layout import Cut, Segment
+from tests.rigs.kv_pair import BytesStore, rank_shard
+from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.transports import staging as staging_buffers
 from twostroke.kvtransfer.transports.host_units import HostUnits, encode
 from twostroke.kvtransfer.transports.staging import HostStaging
@@ -27,13 +27,13 @@ def store_of(seed: int | None = None, num_blocks: int = 20) -> BytesStore:
     return store
 
 
-def segments_of(seed: int, cut: Cut, num_blocks: int = 20) -> list[Segment]:
+def segments_of(seed: int, shard: KVShard, num_blocks: int = 20) -> list[Segment]:
     draw = random.Random(seed)
-    return [Segment(layer, tuple(draw.sample(range(num_blocks * cut.units_per_block), 9))) for layer in (1, 0)]
+    return [Segment(layer, tuple(draw.sample(range(num_blocks * shard.units_per_block), 9))) for layer in (1, 0)]
 
 
-def raw_units(store: BytesStore, cut: Cut, segments: list[Segment]) -> bytes:
-    raw = lane_end(cut.layout, cut.first_head, cut.num_heads, cut.unit_tokens, "raw")
+def raw_units(store: BytesStore, shard: KVShard, segments: list[Segment]) -> bytes:
+    raw = rank_shard(shard.layout, shard.first_head, shard.num_heads, shard.unit_tokens, "raw")
     out = np.zeros(sum(len(segment.unit_ids) for segment in segments) * raw.unit_bytes, np.uint8)
     HostUnits(store, raw).pack(segments, out)
     return out.tobytes()
@@ -45,21 +45,21 @@ def test_a_buffer_holds_the_units_as_on_the_wire_and_is_unpacked_where_the_table
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
     source, target = store_of(1), store_of()
-    cut = lane_end(source.layout, first, heads, tokens, encoding)
-    packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
-    sent, received = segments_of(1, cut), segments_of(2, cut)
+    shard = rank_shard(source.layout, first, heads, tokens, encoding)
+    packing, unpacking = HostStaging(source, shard), HostStaging(target, shard)
+    sent, received = segments_of(1, shard), segments_of(2, shard)
     packed = packing.buffer(1, 18)
     packing.pack(sent, 7, packed)
-    wire = raw = raw_units(source, cut, sent)
+    wire = raw = raw_units(source, shard, sent)
     if encoding != "raw":
-        encoded = np.zeros(18 * cut.unit_bytes, np.uint8)
-        encode(np.frombuffer(raw, np.uint8), cut, encoded)
+        encoded = np.zeros(18 * shard.unit_bytes, np.uint8)
+        encode(np.frombuffer(raw, np.uint8), shard, encoded)
         wire = encoded.tobytes()
     assert packed.numpy().tobytes() == wire + xxhash.xxh3_128_digest(wire, seed=7)
     assert unpacking.unpack(received, 7, packed)
     wanted, found = (
         torch.frombuffer(bytearray(units), dtype=torch.bfloat16).float()
-        for units in (raw, raw_units(target, cut, received))
+        for units in (raw, raw_units(target, shard, received))
     )
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.0 if encoding == "raw" else 0.15)
     everywhere = sum(np.count_nonzero(np.frombuffer(layer, np.int16)) for layer in target.layers)
@@ -69,25 +69,25 @@ def test_a_buffer_holds_the_units_as_on_the_wire_and_is_unpacked_where_the_table
 @pytest.mark.parametrize("encoding", ["raw", "int8"])
 def test_a_damaged_chunk_touches_no_block(encoding: Encoding) -> None:
     source, target = store_of(1), store_of()
-    cut = lane_end(source.layout, 0, 4, 4, encoding)
-    packing, unpacking = HostStaging(source, cut), HostStaging(target, cut)
+    shard = rank_shard(source.layout, 0, 4, 4, encoding)
+    packing, unpacking = HostStaging(source, shard), HostStaging(target, shard)
     packed = packing.buffer(0, 18)
-    packing.pack(segments_of(1, cut), 7, packed)
+    packing.pack(segments_of(1, shard), 7, packed)
     for place in (0, packed.numel() // 2, packed.numel() - 17, packed.numel() - 1):
         packed[place] ^= 1
-        assert not unpacking.unpack(segments_of(2, cut), 7, packed)
+        assert not unpacking.unpack(segments_of(2, shard), 7, packed)
         packed[place] ^= 1
-    assert not unpacking.unpack(segments_of(2, cut), 8, packed)
+    assert not unpacking.unpack(segments_of(2, shard), 8, packed)
     assert not any(map(any, target.layers))
 
 
 def test_a_buffer_grows_to_the_largest_chunk_and_no_further() -> None:
     store = store_of()
-    cut = lane_end(store.layout, 0, 4, 4, "raw")
-    staging = HostStaging(store, cut)
+    shard = rank_shard(store.layout, 0, 4, 4, "raw")
+    staging = HostStaging(store, shard)
     for index in range(HostStaging.num_buffers):
         large = staging.buffer(index, 18)
-        assert large.numel() == 18 * cut.unit_bytes + 16
+        assert large.numel() == 18 * shard.unit_bytes + 16
         assert staging.buffer(index, 3).data_ptr() == large.data_ptr()
         assert staging.buffer(index, 18).data_ptr() == large.data_ptr()
     assert staging.buffer(0, 18).data_ptr() != staging.buffer(1, 18).data_ptr()
@@ -97,12 +97,12 @@ def test_a_receive_has_room_for_the_largest_chunk_and_its_own_units_are_in_front
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = store_of()
-    cut = lane_end(store.layout, 0, 4, 4, "raw")
-    for max_chunk_bytes, room in ((10 * cut.unit_bytes, 10), (1, 2)):
+    shard = rank_shard(store.layout, 0, 4, 4, "raw")
+    for max_chunk_bytes, room in ((10 * shard.unit_bytes, 10), (1, 2)):
         monkeypatch.setattr(staging_buffers, "MAX_CHUNK_BYTES", max_chunk_bytes)
-        staging = HostStaging(store, cut)
+        staging = HostStaging(store, shard)
         landing = staging.landing(0, 2)
-        assert landing.numel() == room * cut.unit_bytes + 16
+        assert landing.numel() == room * shard.unit_bytes + 16
         assert staging.buffer(0, 2).data_ptr() == landing.data_ptr()
         assert staging.landing(0, 1).data_ptr() == landing.data_ptr()
-    assert HostStaging(store, cut).landing(0, 18).numel() == 18 * cut.unit_bytes + 16
+    assert HostStaging(store, shard).landing(0, 18).numel() == 18 * shard.unit_bytes + 16

@@ -14,7 +14,7 @@ from tests.rigs.kv_links import blocks, join, linked, move, two
 from tests.rigs.kv_pair import BytesStore, settle
 from tests.rigs.proxy import Mangle, Proxy
 from twostroke.kvtransfer.layout import Segment
-from twostroke.kvtransfer.link import DIGEST_BYTES
+from twostroke.kvtransfer.link import CHECKSUM_BYTES
 from twostroke.kvtransfer.transports import sockets
 from twostroke.kvtransfer.transports.tcp import MIN_PART_BYTES, TcpLink, TcpTransport
 from twostroke.protocol.errors import ConnectionLost
@@ -47,7 +47,7 @@ async def through_proxy(
 async def test_every_changed_byte_is_found_and_the_next_chunk_is_whole(num_blocks: int, kinds: int) -> None:
     source, target = (BytesStore(1, 64, 1024, kinds=kinds) for _ in range(2))
     source.fill(1)
-    size = num_blocks * source.block_bytes + DIGEST_BYTES
+    size = num_blocks * source.block_bytes + CHECKSUM_BYTES
     draw = random.Random(4)
     spoilt = [GREETING_BYTES + 2 * i * size + draw.choice([0, size - 1, draw.randrange(size)]) for i in range(10)]
 
@@ -60,8 +60,8 @@ async def test_every_changed_byte_is_found_and_the_next_chunk_is_whole(num_block
 
     chunk = [Segment(0, tuple(range(num_blocks)))]
     async with through_proxy(source, target, mangle) as ends:
-        for seal in range(20):
-            assert await move(ends, chunk, chunk, seal) == bool(seal % 2)
+        for seed in range(20):
+            assert await move(ends, chunk, chunk, seed) == bool(seed % 2)
     assert target.copy()[0][: num_blocks * source.block_bytes] == source.copy()[0][: num_blocks * source.block_bytes]
 
 
@@ -71,8 +71,8 @@ async def test_a_link_that_is_cut_at_any_byte_is_lost_at_both_ends(seed: int) ->
     source.fill(1)
     draw = random.Random(seed)
     num_blocks = draw.choice([1, 2, 64])
-    size = num_blocks * source.block_bytes + DIGEST_BYTES
-    end = GREETING_BYTES + draw.choice([1, size - 1, size - DIGEST_BYTES, draw.randrange(1, size)])
+    size = num_blocks * source.block_bytes + CHECKSUM_BYTES
+    end = GREETING_BYTES + draw.choice([1, size - 1, size - CHECKSUM_BYTES, draw.randrange(1, size)])
 
     def mangle(before: int, data: bytes) -> bytes | None:
         return None if before >= end else data[: end - before]
@@ -92,19 +92,19 @@ async def test_a_link_that_is_cut_at_any_byte_is_lost_at_both_ends(seed: int) ->
 async def test_a_large_chunk_goes_over_all_streams_and_a_small_one_over_the_first() -> None:
     source, target = BytesStore(1, 64, 4096), BytesStore(1, 64, 4096)
     source.fill(1)
-    cut = blocks(source)
+    shard = blocks(source)
     carried: list[int] = []
     async with linked("tcp, 3 streams", source, target) as (sender, receiver):
         for stream in sender._streams:
             call = stream.thread.call
             stream.thread.call = lambda *args, c=call: carried.append(args[2]) or c(*args)  # type: ignore[method-assign]
-        for num_blocks, parts in ((64, 3), (2 * MIN_PART_BYTES // cut.unit_bytes, 2), (10, 1)):
+        for num_blocks, parts in ((64, 3), (2 * MIN_PART_BYTES // shard.unit_bytes, 2), (10, 1)):
             carried.clear()
             chunk = [Segment(0, tuple(range(num_blocks)))]
             assert await move((sender, receiver), chunk, chunk)
             assert len(carried) == parts
-            assert sum(carried) == num_blocks * cut.unit_bytes
-            assert max(carried) - min(carried) <= cut.unit_bytes
+            assert sum(carried) == num_blocks * shard.unit_bytes
+            assert max(carried) - min(carried) <= shard.unit_bytes
     assert target.copy() == source.copy()
 
 

@@ -37,7 +37,7 @@ async def test_a_send_returns_before_its_bytes_are_taken_and_staging_stays_bound
         third = asyncio.create_task(sender.send(chunk, 2))
         await asyncio.wait([third], timeout=0.05)
         assert not third.done(), "both buffers are on their way"
-        assert [await receiver.receive(chunk, seal) for seal in range(3)] == [True, True, True]
+        assert [await receiver.receive(chunk, seed) for seed in range(3)] == [True, True, True]
         await third
         memory = sender._staging._memory
         assert [buffer.numel() for buffer in memory] == [64 * store.block_bytes + 16] * HostStaging.num_buffers
@@ -125,13 +125,13 @@ async def test_a_dead_nccl_peer_costs_its_group_and_never_the_process(monkeypatc
         monkeypatch.setenv(name, "3")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", DeadPeersGroup, raising=False)
     make = torch_distributed.make_staging
-    monkeypatch.setattr(torch_distributed, "make_staging", lambda store, cut: OnDevice(make(store, cut)))
+    monkeypatch.setattr(torch_distributed, "make_staging", lambda store, shard: OnDevice(make(store, shard)))
     store = filled(8)
-    cut = blocks(store)
+    shard = blocks(store)
     receiving, sending = (TorchDistributedTransport(store, join_timeout_s=20) for _ in range(2))
-    pending = await receiving.prepare("127.0.0.1", cut)
+    pending = await receiving.prepare("127.0.0.1", shard)
     with pytest.raises(ConnectionLost, match="remote process exited"):
-        await sending.join(pending.params, cut)
+        await sending.join(pending.params, shard)
     await sending.close()
     assert read == [NCCL_ENVIRONMENT]
     assert begun == ["warm-up", "group"], "no operation's time runs while kernels are compiled"

@@ -324,7 +324,7 @@ class _Simulation:
         assert not any(busy), f"{process.host} is not idle: {stats}"
         assert stats.free_blocks == stats.total_blocks, f"{process.host} lost blocks: {stats}"
         receiver = process.parts.receiver
-        offers = [pending for lanes in receiver._offers.values() for pending in lanes.values()]
+        offers = [pending for pairs in receiver._offers.values() for pending in pairs.values()]
         keeps_some = receiver._kept or not all(pending.deadline.runs for pending in offers)
         assert not keeps_some, f"{process.host} keeps offers for requests that have ended"
 

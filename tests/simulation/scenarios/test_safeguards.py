@@ -18,7 +18,7 @@ from tests.simulation.scenarios.moving import make_moving
 from tests.simulation.scenarios.run import run_scenario
 from tests.simulation.scenarios.scenario import Scenario, make_scenario
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.transfer import IncomingLane, OutgoingTransfer
+from twostroke.kvtransfer.transfer import IncomingPairTransfer, OutgoingTransfer
 from twostroke.model.step import BlockCopy
 from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
@@ -85,9 +85,9 @@ def sabotage(
     return note
 
 
-@sabotage("chunks go to the table's start", IncomingLane, "begin_chunk")
-def _ignore_first_unit(lane: IncomingLane, chunk: Chunk) -> Any:
-    return _begin_chunk(lane, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
+@sabotage("chunks go to the table's start", IncomingPairTransfer, "begin_chunk")
+def _ignore_first_unit(rank_pair: IncomingPairTransfer, chunk: Chunk) -> Any:
+    return _begin_chunk(rank_pair, replace(chunk, runs=tuple(replace(run, first_unit=0) for run in chunk.runs)))
 
 
 @sabotage("blocks are freed before the transfer into them is cancelled", Scheduler, "_release_if_unused")
@@ -290,7 +290,7 @@ _call_decode = Attempt._call_decode
 _failed = WorkerRecords._failed
 _attempt_request = Pipeline._attempt_request
 _heard = BlockIndex.heard
-_begin_chunk = IncomingLane.begin_chunk
+_begin_chunk = IncomingPairTransfer.begin_chunk
 _refuse = KVReceiver.refuse_offer
 _publish = SequenceState._publish_full_blocks
 _send_back = Scheduler.send_back

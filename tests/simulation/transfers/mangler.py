@@ -1,9 +1,9 @@
 """Processes that misbehave on their control connections: messages lost, repeated, out of order, or wrong.
 
-An altered chunk's bytes don't fit its seal. A source that lies is worse: it seals what it says, so that only the
+An altered chunk's bytes don't fit its seed. A source that lies is worse: it seals what it says, so that only the
 target's own checks stand between the lie and the blocks. It only says what a target can know to be wrong.
 
-Every message of a simulation passes here, so this is also where it is noticed that a side grants a lane twice.
+Every message of a simulation passes here, so this is also where it is noticed that a side grants a rank pair twice.
 """
 
 import random
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from twostroke.kvtransfer.link import chunk_seal
+from twostroke.kvtransfer.link import chunk_seed
 from twostroke.protocol.messages import (
     Abort,
     Awaited,
@@ -98,13 +98,13 @@ class Mangler:
             if message.kv.transport in unwanted and set(self._transports) > set(unwanted):
                 self.violations.append(f"{connection.host} prepares {message.kv.transport}, which was to be avoided")
         elif isinstance(message, Chunk):
-            lane = connection, message.transfer_id
-            self._announced.setdefault(lane, {})[message.sequence] = message.runs
+            rank_pair = connection, message.transfer_id
+            self._announced.setdefault(rank_pair, {})[message.sequence] = message.runs
         elif isinstance(message, Grant):
-            lane = connection, message.transfer_id
-            if lane in self.granted:
-                self.violations.append(f"{connection.host} grants a lane to {connection.peer_host} twice")
-            self.granted.add(lane)
+            rank_pair = connection, message.transfer_id
+            if rank_pair in self.granted:
+                self.violations.append(f"{connection.host} grants a rank pair to {connection.peer_host} twice")
+            self.granted.add(rank_pair)
 
     def _release(self, held: _Held, connection: MemoryConnection, message: Message) -> Sequence[Message]:
         if held.order is None:
@@ -176,7 +176,7 @@ class Mangler:
             runs = (wrong,)
         lie = replace(chunk, runs=runs)
         ends = self._ends[connection]
-        self._links.resealed[chunk_seal(chunk, *ends)] = chunk_seal(lie, *ends)
+        self._links.resealed[chunk_seed(chunk, *ends)] = chunk_seed(lie, *ends)
         return lie
 
     def _alter(self, draw: random.Random, message: Message) -> Message:

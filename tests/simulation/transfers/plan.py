@@ -199,7 +199,7 @@ def _make_transfer(draw: random.Random, number: int, workers: tuple[WorkerPlan, 
     steps = [step for step in steps if step > ready]
     layer_s = draw.choice((0.0, 0.001, 0.001, 0.005, 0.005))
     unit = max(workers[source].block_size, workers[target].block_size)
-    if workers[source].shares_units or workers[target].shares_units:  # each lane has every so-manyth
+    if workers[source].shares_units or workers[target].shares_units:  # each rank pair has every so-manyth
         unit *= max(workers[source].tp_size, workers[target].tp_size)
     has_news = all(after - before >= unit for before, after in pairwise((ready, *steps)))  # full units in every step
     if skip == 0 and len(steps) > 1 and draw.random() < 0.3 and has_news:

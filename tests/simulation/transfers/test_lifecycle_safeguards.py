@@ -20,7 +20,7 @@ from twostroke.kvtransfer.lifecycle import ReceiverState, SenderState, TransferE
 from twostroke.kvtransfer.receiver import KVReceiver, ReceiverConnection
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.timeouts import Deadline, LeasedConnection, all_ended, finish, run_until_lost
-from twostroke.kvtransfer.transfer import IncomingLane, OutgoingLane, UsedTickets
+from twostroke.kvtransfer.transfer import IncomingPairTransfer, OutgoingPairTransfer, UsedTickets
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import Chunk, Commit, Hello, Offer
 from twostroke.protocol.requests import Peer, Ticket, verify_ticket
@@ -59,12 +59,12 @@ def _be_whoever_is_looked_for(connection: ReceiverConnection, hello: Hello) -> A
     return _fit(connection, hello)
 
 
-def _lanes_of_any_epoch(sender: KVSender, ticket: Ticket) -> Any:
+def _pairs_of_any_epoch(sender: KVSender, ticket: Ticket) -> Any:
     return _rank_pairs(sender, replace(ticket, source=sender.peer))
 
 
-def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, lane: int = 0) -> bool:
-    _use(tickets, transfer_id, lane)
+def _use_any_number_of_times(tickets: UsedTickets, transfer_id: bytes, rank_pair: int = 0) -> bool:
+    _use(tickets, transfer_id, rank_pair)
     return True
 
 
@@ -73,72 +73,74 @@ def _keep_any_offer(desk: KVReceiver, connection: ReceiverConnection, offer: Off
     _offered(desk, connection, offer)
 
 
-def _match_any_size(desk: KVReceiver, lane: IncomingLane, offer: Offer, connection: ReceiverConnection) -> None:
-    _match(desk, lane, replace(offer, num_tokens=lane.transfer.num_tokens), connection)
+def _match_any_size(
+    desk: KVReceiver, rank_pair: IncomingPairTransfer, offer: Offer, connection: ReceiverConnection
+) -> None:
+    _match(desk, rank_pair, replace(offer, num_tokens=rank_pair.transfer.num_tokens), connection)
 
 
 # --- bytes ---
 
 
-def _believe_every_digest(lane: IncomingLane, chunk: Chunk, *, is_intact: bool) -> Any:
-    return _end_chunk(lane, chunk, is_intact=True)
+def _believe_every_checksum(rank_pair: IncomingPairTransfer, chunk: Chunk, *, has_right_checksum: bool) -> Any:
+    return _end_chunk(rank_pair, chunk, has_right_checksum=True)
 
 
-def _seal_nothing(chunk: Chunk, source: Peer, target: Peer) -> int:
+def _seed_nothing(chunk: Chunk, source: Peer, target: Peer) -> int:
     return 0
 
 
 # --- chunks and commits ---
 
 
-def _forget_what_was_taken(lane: IncomingLane, chunk: Chunk) -> str | None:
-    lane._taken = [bytearray(len(layer)) for layer in lane._taken]
-    return _fault(lane, chunk)
+def _forget_what_was_taken(rank_pair: IncomingPairTransfer, chunk: Chunk) -> str | None:
+    rank_pair._taken = [bytearray(len(layer)) for layer in rank_pair._taken]
+    return _fault(rank_pair, chunk)
 
 
-def _let_skipped_units_come(lane: IncomingLane, chunk: Chunk) -> str | None:
-    skipped, lane._num_skipped = lane._num_skipped, 0
-    fault = _fault(lane, chunk)
-    lane._num_skipped = skipped
+def _let_skipped_units_come(rank_pair: IncomingPairTransfer, chunk: Chunk) -> str | None:
+    skipped, rank_pair._num_skipped = rank_pair._num_skipped, 0
+    fault = _fault(rank_pair, chunk)
+    rank_pair._num_skipped = skipped
     return fault
 
 
-def _find_no_fault(lane: IncomingLane, chunk: Chunk) -> str | None:
+def _find_no_fault(rank_pair: IncomingPairTransfer, chunk: Chunk) -> str | None:
     """Find no fault, as if a chunk in its turn were always right."""
-    if chunk.sequence != lane._num_announced:
-        return _fault(lane, chunk)
-    lane._num_announced += 1
+    if chunk.sequence != rank_pair._num_announced:
+        return _fault(rank_pair, chunk)
+    rank_pair._num_announced += 1
     return None
 
 
-def _commit_what_is_there(lane: IncomingLane, message: Commit) -> Any:
-    return _commit(lane, replace(message, num_chunks=lane._num_announced))
+def _commit_what_is_there(rank_pair: IncomingPairTransfer, message: Commit) -> Any:
+    return _commit(rank_pair, replace(message, num_chunks=rank_pair._num_announced))
 
 
-def _verify_with_units_missing(lane: IncomingLane) -> Any:
-    missing, lane._num_missing = lane._num_missing, 0
-    answer = _verify(lane)
-    lane._num_missing = missing
+def _verify_with_units_missing(rank_pair: IncomingPairTransfer) -> Any:
+    missing, rank_pair._num_missing = rank_pair._num_missing, 0
+    answer = _verify(rank_pair)
+    rank_pair._num_missing = missing
     return answer
 
 
-def _verify_with_chunks_missing(lane: IncomingLane) -> Any:
-    if lane._commit is not None and lane.state is ReceiverState.GRANTED:
-        lane._num_whole, lane._num_missing = lane._num_announced, 0
-    return _verify(lane)
+def _verify_with_chunks_missing(rank_pair: IncomingPairTransfer) -> Any:
+    if rank_pair._commit is not None and rank_pair.state is ReceiverState.GRANTED:
+        rank_pair._num_whole, rank_pair._num_missing = rank_pair._num_announced, 0
+    return _verify(rank_pair)
 
 
-def _keep_the_lane(desk: KVReceiver, lane: IncomingLane) -> None:
-    connection = desk._connections.get(lane)
-    _lane_ended(desk, lane)
-    if connection is not None and lane.state is ReceiverState.ABORTED:
-        connection.lanes[lane.ticket.transfer_id] = lane
+def _keep_the_pair(desk: KVReceiver, rank_pair: IncomingPairTransfer) -> None:
+    connection = desk._connections.get(rank_pair)
+    _pair_ended(desk, rank_pair)
+    if connection is not None and rank_pair.state is ReceiverState.ABORTED:
+        connection.pairs[rank_pair.ticket.transfer_id] = rank_pair
 
 
-def _begin_although_aborted(lane: IncomingLane, chunk: Chunk) -> Any:
-    if lane.state is ReceiverState.ABORTED and lane._cut is not None:
-        return lane._cut.segments(chunk.runs, lane.transfer.block_ids)
-    return _begin_chunk(lane, chunk)
+def _begin_although_aborted(rank_pair: IncomingPairTransfer, chunk: Chunk) -> Any:
+    if rank_pair.state is ReceiverState.ABORTED and rank_pair._shard is not None:
+        return rank_pair._shard.segments(chunk.runs, rank_pair.transfer.block_ids)
+    return _begin_chunk(rank_pair, chunk)
 
 
 # --- leases, and the order of ends ---
@@ -160,15 +162,15 @@ def _restart_once(deadline: Deadline, expired: Callable[[], None]) -> None:
         _restart(deadline, expired)
 
 
-def _leave_lanes_of_lost_connections(lane: IncomingLane, reason: str) -> None:
+def _leave_pairs_of_lost_connections(rank_pair: IncomingPairTransfer, reason: str) -> None:
     """Their deadlines end them some day."""
 
 
-def _hear_nothing_of_room(lane: OutgoingLane) -> None:
+def _hear_nothing_of_room(rank_pair: OutgoingPairTransfer) -> None:
     """The target's request waits for it, and the source's patience ends."""
 
 
-def _keep_an_abort_to_oneself(desk: KVReceiver, lane: IncomingLane, reason: str) -> None:
+def _keep_an_abort_to_oneself(desk: KVReceiver, rank_pair: IncomingPairTransfer, reason: str) -> None:
     """The source finds out some day."""
 
 
@@ -223,12 +225,12 @@ _rank_pairs = KVSender._rank_pairs
 _use = UsedTickets.use
 _offered = KVReceiver.offered
 _match = KVReceiver._match
-_end_chunk = IncomingLane.end_chunk
-_fault = IncomingLane._fault
-_commit = IncomingLane.commit
-_verify = IncomingLane._verify
-_lane_ended = KVReceiver.lane_ended
-_begin_chunk = IncomingLane.begin_chunk
+_end_chunk = IncomingPairTransfer.end_chunk
+_fault = IncomingPairTransfer._fault
+_commit = IncomingPairTransfer.commit
+_verify = IncomingPairTransfer._verify
+_pair_ended = KVReceiver.pair_ended
+_begin_chunk = IncomingPairTransfer.begin_chunk
 _restart = Deadline.restart
 _watch = LeasedConnection.watch
 
@@ -236,7 +238,7 @@ SABOTAGES = [
     Sabotage("the signature of a ticket is not checked", ((receiver, "verify_ticket", _verify_anything),)),
     Sabotage(
         "a ticket of another epoch of the source is as good",
-        ((KVSender, "_rank_pairs", _lanes_of_any_epoch), (receiver, "verify_ticket", _verify_any_epoch)),
+        ((KVSender, "_rank_pairs", _pairs_of_any_epoch), (receiver, "verify_ticket", _verify_any_epoch)),
     ),
     Sabotage(
         "a ticket of another epoch of the target is as good",
@@ -246,33 +248,36 @@ SABOTAGES = [
     Sabotage("a ticket is good for many transfers", ((UsedTickets, "use", _use_any_number_of_times),)),
     Sabotage("offers that wait are not counted", ((KVReceiver, "offered", _keep_any_offer),)),
     Sabotage("an offer may be of any size", ((KVReceiver, "_match", _match_any_size),), seen_by=280),
-    Sabotage("digests are not checked", ((IncomingLane, "end_chunk", _believe_every_digest),)),
+    Sabotage("checksums are not checked", ((IncomingPairTransfer, "end_chunk", _believe_every_checksum),)),
     Sabotage(
-        "a digest does not tell whose bytes they are",
-        ((sender, "chunk_seal", _seal_nothing), (receiver, "chunk_seal", _seal_nothing)),
+        "a checksum does not tell whose bytes they are",
+        ((sender, "chunk_seed", _seed_nothing), (receiver, "chunk_seed", _seed_nothing)),
     ),
-    Sabotage("units may come twice", ((IncomingLane, "_fault", _forget_what_was_taken),)),
-    Sabotage("skipped units may come", ((IncomingLane, "_fault", _let_skipped_units_come),)),
-    Sabotage("units may lie anywhere", ((IncomingLane, "_fault", _find_no_fault),)),
+    Sabotage("units may come twice", ((IncomingPairTransfer, "_fault", _forget_what_was_taken),)),
+    Sabotage("skipped units may come", ((IncomingPairTransfer, "_fault", _let_skipped_units_come),)),
+    Sabotage("units may lie anywhere", ((IncomingPairTransfer, "_fault", _find_no_fault),)),
     Sabotage(
         "a commit may forget chunks",
-        ((IncomingLane, "commit", _commit_what_is_there), (IncomingLane, "_verify", _verify_with_units_missing)),
+        (
+            (IncomingPairTransfer, "commit", _commit_what_is_there),
+            (IncomingPairTransfer, "_verify", _verify_with_units_missing),
+        ),
     ),
     Sabotage(
         "a commit does not wait for its chunks",
-        ((IncomingLane, "_verify", _verify_with_chunks_missing),),
+        ((IncomingPairTransfer, "_verify", _verify_with_chunks_missing),),
     ),
     Sabotage(
         "chunks of an aborted transfer still go into its blocks",
-        ((KVReceiver, "lane_ended", _keep_the_lane), (IncomingLane, "begin_chunk", _begin_although_aborted)),
+        ((KVReceiver, "pair_ended", _keep_the_pair), (IncomingPairTransfer, "begin_chunk", _begin_although_aborted)),
     ),
     Sabotage("a silent peer keeps its lease", ((LeasedConnection, "watch", _watch_for_ever),)),
     Sabotage("a peer that makes no progress is waited for", ((Deadline, "restart", _never_restart),)),
-    Sabotage("a source gives up KV that is awaited", ((OutgoingLane, "awaited", _hear_nothing_of_room),)),
+    Sabotage("a source gives up KV that is awaited", ((OutgoingPairTransfer, "awaited", _hear_nothing_of_room),)),
     Sabotage("progress does not count", ((Deadline, "restart", _restart_once),)),
     Sabotage(
-        "the end of a connection is not the end of its lanes",
-        ((IncomingLane, "peer_lost", _leave_lanes_of_lost_connections),),
+        "the end of a connection is not the end of its rank pairs",
+        ((IncomingPairTransfer, "peer_lost", _leave_pairs_of_lost_connections),),
     ),
     Sabotage("the source is not told of an abort", ((KVReceiver, "gave_up", _keep_an_abort_to_oneself),), seen_by=583),
     Sabotage("a lost connection is used again", ((KVSender, "forget", lambda sender, connection: None),)),
