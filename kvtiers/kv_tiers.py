@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 READS_AT_ONCE = 4
 """Objects of one prefix that are read one beside the other."""
-LEAST_WAIT_S = 0.25
+MIN_WAIT_S = 0.25
 """Time that a read is given at least, where computing takes longer: predictions of milliseconds mean little."""
 PATIENCE = 2.0
 """A read may take this many times what was predicted."""
@@ -55,7 +55,7 @@ CHEAP_SHARE = 0.02
 """Share of a prompt's computing time that a core may take to write it at its first use."""
 HANG_S = 20.0
 """Seconds after which a write counts as hanging."""
-MOST_WRITES = 64
+MAX_WRITES = 64
 """Objects that wait for one storage; more are dropped."""
 
 
@@ -302,12 +302,12 @@ class KVTiers:
             return None
         end = found[-1][0].end_row * self._block_size
         predicted_s = self._predicted_s(found, num_cached)
-        wait_s = max(PATIENCE * predicted_s, LEAST_WAIT_S)
+        wait_s = max(PATIENCE * predicted_s, MIN_WAIT_S)
         if is_probe := predicted_s >= spared_s(end):
             self._unread += 1
             if self._unread < PROBES:
                 return None
-            wait_s = LEAST_WAIT_S
+            wait_s = MIN_WAIT_S
         wait_s = min(wait_s, spared_s(end), most_wait_s, self.read_wait_s)
         if wait_s <= 0.0:
             return None
@@ -542,7 +542,7 @@ class KVTiers:
         `lacking_groups` are groups whose rows the worker has no more: what it sends for them means nothing.
         """
         num_waiting = max((writer.num_waiting for writer in self.writers.values()), default=0)
-        if self._worker is None or self._is_closing or num_waiting + len(run.refs) > MOST_WRITES:
+        if self._worker is None or self._is_closing or num_waiting + len(run.refs) > MAX_WRITES:
             return None
         objects: list[HostObject] = []
         for ref in run.refs:

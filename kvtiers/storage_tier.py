@@ -51,7 +51,7 @@ computing is predicted to be quicker."""
 
 HEADERS_AT_ONCE = 64
 """Headers that a scan reads in one call."""
-MOST_SEEN = 1 << 16
+MAX_SEEN = 1 << 16
 """Objects of a storage without an index that are remembered as stored there."""
 
 
@@ -404,7 +404,7 @@ class StorageTier:
             self.index.add(ref.name, ref.rows.row_hashes)
             return
         self._seen[ref.name] = None
-        if len(self._seen) > MOST_SEEN:
+        if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 
     def _missing(self, ref: ObjectRef) -> None:

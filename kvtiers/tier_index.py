@@ -86,14 +86,14 @@ def _hashes(packed: bytes) -> list[BlockHash]:
     return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
 
 
-MOST_NAMES = 1 << 18
+MAX_NAMES = 1 << 18
 """Objects whose uses are remembered, at about 150 bytes each: of 256 tokens, 67 million tokens."""
 
 
 class UseCounts:
     """Uses of the objects that were used last."""
 
-    def __init__(self, most_names: int = MOST_NAMES):
+    def __init__(self, most_names: int = MAX_NAMES):
         self._most_names = most_names
         self._uses: OrderedDict[bytes, int] = OrderedDict()  # by the name's first bytes; the oldest first
 

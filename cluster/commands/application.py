@@ -25,7 +25,7 @@ LOOK_S = 2.0
 ANSWER_S = 15.0
 ORDER_LOOK_S = 0.25  # between two looks at a worker that drains
 REACH_S = 5.0
-MOST_S = 86400.0
+MAX_WAIT_S = 86400.0
 
 StatusFetch = Callable[[], Mapping[str, Any] | None]
 """Serve's view of the application. It returns None where no application has the name, or nothing answers yet."""
@@ -39,14 +39,14 @@ def add_await_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_await(arguments: argparse.Namespace) -> int:
     """Returns 0 once the application runs, 1 where it has failed to, or takes longer. Raises ConfigError."""
-    if not 0 < arguments.timeout <= MOST_S:
-        raise ConfigError(f"--timeout {arguments.timeout:g}: seconds, more than 0, up to {MOST_S:g}")
-    failure = failure_of(lambda: _status(arguments.address, arguments.app), arguments.timeout)
+    if not 0 < arguments.timeout <= MAX_WAIT_S:
+        raise ConfigError(f"--timeout {arguments.timeout:g}: seconds, more than 0, up to {MAX_WAIT_S:g}")
+    failure = await_application(lambda: _status(arguments.address, arguments.app), arguments.timeout)
     print(failure or f"{arguments.app} is running")
     return 0 if failure is None else 1
 
 
-def failure_of(
+def await_application(
     fetch: StatusFetch, patience_s: float, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
     """None once the application runs; else why it does not, with what each deployment says."""
@@ -108,8 +108,8 @@ def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
 def run_drain(arguments: argparse.Namespace) -> int:
     """Returns 0 once nothing is under way; the routers take nothing until they are replaced. Raises ConfigError."""
     for name in ("grace", "notice"):
-        if not 0 <= getattr(arguments, name) <= MOST_S:
-            raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MOST_S:g}")
+        if not 0 <= getattr(arguments, name) <= MAX_WAIT_S:
+            raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MAX_WAIT_S:g}")
     if arguments.worker is not None:
         return drain_workers(arguments.url, arguments.worker, grace_s=arguments.grace, is_resumed=arguments.resume)
     if arguments.resume:

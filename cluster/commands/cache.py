@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twostroke.cluster.config.config import ClusterConfig, keys_of, read_config
+from twostroke.cluster.config.config import ClusterConfig, api_keys, read_config
 from twostroke.cluster.config.reading import load_yaml
 from twostroke.kvtiers.config import SETTING, read_key
 from twostroke.kvtiers.identity import tenant_digest
@@ -237,7 +237,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 
 def _prune(tier: Tier, arguments: argparse.Namespace, *, max_bytes: int | None, max_age_s: float | None) -> TierReport:
-    found = sorted(tier.list(_prefix_of(arguments.model)), key=lambda info: info.modified_s)
+    found = sorted(tier.list(_model_prefix(arguments.model)), key=lambda info: info.modified_s)
     left = sum(info.num_bytes for info in found)
     before = -1.0 if max_age_s is None else time.time() - max_age_s
     doomed = []
@@ -277,7 +277,7 @@ def _drop(tier: Tier, arguments: argparse.Namespace, *, tenant: str | None) -> T
     def is_doomed(key: str) -> bool:
         return tenant is None or key.split("/")[1] == tenant
 
-    prefix = _prefix_of(arguments.model)
+    prefix = _model_prefix(arguments.model)
     found = list(tier.list(prefix))
     doomed = [info for info in found if is_doomed(info.key)]
     aside = [
@@ -407,7 +407,7 @@ def _tier(place: TierPlace, *, has_others: bool) -> Tier:
     return FileBlobs(directory, sync=False)
 
 
-def _prefix_of(model: str | None) -> str:
+def _model_prefix(model: str | None) -> str:
     if model is None:
         return ""
     if not _DIGEST.fullmatch(model):
@@ -427,7 +427,7 @@ def _tenant(text: str, arguments: argparse.Namespace, config: ClusterConfig | No
             f"--tenant {text}: the name of an API key is looked up in the server's configuration: give --config FILE, "
             f"or {digits}, or {_NO_KEY} for requests without a key"
         )
-    key = next((key for key in keys_of(config) if key.name == text), None)
+    key = next((key for key in api_keys(config) if key.name == text), None)
     if key is None:
         raise ConfigError(
             f"--tenant {text}: {arguments.config} has no API key of that name; of a key that is deleted or replaced, "

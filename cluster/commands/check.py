@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print it; returns 0, or CAN_T_BE_SERVED with the reason. Raises ConfigError for a wrong configuration file."""
     config = _config(arguments)
     try:
-        with _folder_of(arguments.model, config.model.revision) as folder:
+        with _checkpoint_folder(arguments.model, config.model.revision) as folder:
             report = _served(folder, config, arguments)
     except ConfigError as error:
         report = {"family": None, "way": "refused", "reason": str(error)}
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _folder_of(name: str, revision: str | None) -> Iterator[Path]:
+def _checkpoint_folder(name: str, revision: str | None) -> Iterator[Path]:
     """The model's folder, or one with the configuration that `plan` knows by this name. Raises ConfigError."""
     known = _published(name, revision)
     if known is None:
@@ -110,7 +110,7 @@ def _served(folder: Path, config: ClusterConfig, arguments: argparse.Namespace) 
     model = open_model(folder, has_mtp=config.has_mtp)
     given_end_tokens(folder)  # routers would refuse to start
     report = _of_worker("decode", folder, model, config, arguments)
-    model_held, by_prefill = config.model_of(config.decode), config.model_of(config.prefill)
+    model_held, by_prefill = config.model_section(config.decode), config.model_section(config.prefill)
     if config.has_prefill and (model_held.dtype, model_held.quantization) != (
         by_prefill.dtype,
         by_prefill.quantization,
@@ -133,7 +133,7 @@ def _of_worker(
     from twostroke.model.engine_config import resolve_dtype, resolve_kv_dtype
 
     section = config.roles[role]
-    section_model = config.model_of(section)
+    section_model = config.model_section(section)
     set_up = section.parallel
     parallel = replace(
         set_up,

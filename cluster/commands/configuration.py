@@ -5,7 +5,7 @@ import argparse
 import json
 from pathlib import Path
 
-from twostroke.cluster.config.config import ClusterConfig, faults_of
+from twostroke.cluster.config.config import ClusterConfig, config_faults
 from twostroke.cluster.config.reference import reference
 
 WRONG_EXIT = 2
@@ -25,7 +25,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Print every fault with its file and line; returns 0, or WRONG_EXIT where there are any. Raises ConfigError."""
     is_right = True
     for file in arguments.files:
-        for fault in (faults := faults_of(file)):
+        for fault in (faults := config_faults(file)):
             print(f"{file}:{fault.line}: {fault.text}")
         if not faults:
             print(f"{file}: nothing is wrong")

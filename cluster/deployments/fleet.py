@@ -116,7 +116,7 @@ class WorkerDirectory:
 _directories: dict[str, WorkerDirectory] = {}
 
 
-def directory_of(deployment: str) -> WorkerDirectory:
+def worker_directory(deployment: str) -> WorkerDirectory:
     """This process's directory for the deployment of that name."""
     return _directories.setdefault(deployment, WorkerDirectory())
 
@@ -132,7 +132,7 @@ class ServeFleet:
         handles = [decode] if prefill is None else [prefill, decode]
         for handle in handles:
             _ = handle.decode  # a method's look-up initialises the handle: from now on Serve tells it of the replicas
-        self._handles = [(handle, directory_of(handle.deployment_name)) for handle in handles]
+        self._handles = [(handle, worker_directory(handle.deployment_name)) for handle in handles]
         for _, directory in self._handles:
             directory.watch(self._on_departed)
 

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from twostroke.cluster.config.config import ClusterConfig, keys_of
+from twostroke.cluster.config.config import ClusterConfig, api_keys
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.http.tenants import KeyConfig, Tenants
@@ -57,7 +57,7 @@ class KeyWatch:
             stamp = await asyncio.to_thread(_stamp, Path(path))
             if stamp is None or stamp != self._seen:
                 self._seen = None
-                self._take(await asyncio.to_thread(keys_of, self._config))
+                self._take(await asyncio.to_thread(api_keys, self._config))
                 self._seen = stamp
         except ConfigError as error:
             self._tell(str(error))

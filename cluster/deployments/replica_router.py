@@ -8,7 +8,7 @@ the live workers into this process's directory. Replicas that Serve has begun to
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from twostroke.cluster.deployments.fleet import directory_of, read_worker_metadata
+from twostroke.cluster.deployments.fleet import read_worker_metadata, worker_directory
 from twostroke.protocol.errors import WorkerLeaving
 from twostroke.protocol.requests import Peer
 
@@ -18,7 +18,7 @@ class ReplicaByPeer(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
 
     def initialize_state(self) -> None:
         self._peers: dict[ReplicaID, Peer] = {}
-        self._directory = directory_of(self._deployment_id.name)
+        self._directory = worker_directory(self._deployment_id.name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

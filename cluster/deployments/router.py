@@ -23,11 +23,11 @@ from ray.serve.handle import DeploymentHandle
 
 from twostroke.cluster.autoscaling.decision_watch import DecisionWatch, published
 from twostroke.cluster.autoscaling.serve_policy import ROUTER
-from twostroke.cluster.config.config import ClusterConfig, keys_of
+from twostroke.cluster.config.config import ClusterConfig, api_keys
 from twostroke.cluster.config.model_folder import chat_template_text, resolve_model_folder, served_name
 from twostroke.cluster.config.process_logs import LoggingConfig, log_as_replica, num_dropped_lines
 from twostroke.cluster.config.sections import ModelSection, RouterSection
-from twostroke.cluster.deployments.fleet import ServeFleet, directory_of
+from twostroke.cluster.deployments.fleet import ServeFleet, worker_directory
 from twostroke.cluster.deployments.key_watch import KeyWatch
 from twostroke.cluster.deployments.proxies import exposure_warning, forgotten_switches
 from twostroke.protocol.clock import Clock, draw_epoch
@@ -154,7 +154,7 @@ class RouterReplica:
         host = await asyncio.to_thread(_host)
         source = ClusterConfig(slo=settings.slo, auth=settings.auth)
         tenants = Tenants(
-            await asyncio.to_thread(keys_of, source),
+            await asyncio.to_thread(api_keys, source),
             clock=time.monotonic,
             num_routers=replicas,
             is_needed=settings.auth != AuthConfig(),
@@ -175,7 +175,7 @@ class RouterReplica:
             self._decisions.start()
             for handle in (decode, prefill):
                 if handle is not None:  # a worker that leaves may do so because of a decision
-                    directory_of(handle.deployment_name).watch(lambda _workers, _how: self._look_soon())
+                    worker_directory(handle.deployment_name).watch(lambda _workers, _how: self._look_soon())
         self._expected = settings.expected
         self._service = RouterService(
             config=ServiceConfig(

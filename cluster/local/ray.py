@@ -186,7 +186,7 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
     try:
         if config.autoscaling.enabled:
             cluster_secret()  # raises here, not in a process of Serve's
-            _deploy_as_config(arguments_of(config, settings))
+            _deploy_as_config(portable_arguments(config, settings))
         else:
             serve.run(application(config, cluster_secret()), name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
@@ -201,7 +201,7 @@ def deploy(config: ClusterConfig, settings: dict[str, Any]) -> None:
         raise StartFailed(lines[-1] if lines else "Ray Serve gives no reason") from error
 
 
-def arguments_of(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
+def portable_arguments(config: ClusterConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `build_app` for another folder: the settings with this process's own key, absolute paths
     and the chat template."""
     arguments = dict(settings)

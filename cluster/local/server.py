@@ -22,7 +22,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from twostroke.cluster.config.config import ClusterConfig, check_keys, keys_of, read_config, with_keys
+from twostroke.cluster.config.config import ClusterConfig, api_keys, check_keys, read_config, with_keys
 from twostroke.cluster.config.gpus import share_gpus
 from twostroke.cluster.config.model_folder import chat_template_text, resolve_model_folder, served_name
 from twostroke.cluster.config.sections import Placement, held_as
@@ -191,7 +191,7 @@ class FleetWatch:
         self._known: dict[str, tuple[str, str]] | None = None  # by epoch: role, worker id
         self._is_silent = False
 
-    def news_of(self, status: Mapping[str, Any]) -> list[str]:
+    def news(self, status: Mapping[str, Any]) -> list[str]:
         """A line for each role that is to have more or fewer workers, and for each worker that is gone or new."""
         lines = ["The server answers again"] if self._is_silent else []
         self._is_silent = False
@@ -302,7 +302,7 @@ def _gpus_in_sight() -> int:
 
 def _news(watch: FleetWatch, url: str, api_key: str | None) -> list[str]:
     try:
-        return watch.news_of(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
+        return watch.news(fetch_status(url, api_key, timeout_s=LOOK_TIMEOUT_S))
     except ConfigError as error:
         return watch.no_answer(str(error))
 
@@ -350,11 +350,11 @@ def with_own_key(config: ClusterConfig) -> tuple[ClusterConfig, str | None]:
 
     Raises ConfigError where somebody else's has its name: requests could not be told apart in the log.
     """
-    if not keys_of(config):
+    if not api_keys(config):
         return config, None
     key, sha256 = new_key()
     config = with_keys(config, [KeyConfig(name="twostroke serve", sha256=sha256, admin=True)])
-    keys_of(config)
+    api_keys(config)
     return config, key
 
 

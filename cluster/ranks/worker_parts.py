@@ -104,7 +104,7 @@ def make_tiers(
     tiers = KVTiers(
         identity=KVIdentity(layout, loaded.weights or "", loaded.dtype, config.object_tokens),
         host=HostTier(store),
-        storage=storage_of(config, layout),
+        storage=make_storage_tiers(config, layout),
         sender=KVSender(**parts),
         receiver=KVReceiver(**parts, secret=secret),
         secret=secret,
@@ -115,7 +115,7 @@ def make_tiers(
     return TierParts(tiers, transports)
 
 
-def storage_of(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
+def make_storage_tiers(config: TiersConfig, layout: "KVLayout") -> "list[StorageTier]":
     """Return the tiers behind the host's, in the order in which they are looked up. May block for OPEN_S.
 
     Raises ConfigError, but for a key or a directory that does not answer by then.
@@ -271,7 +271,7 @@ async def load_parts(
             expert_share=rank.loaded.model_config.expert_share,
             expert_hits=None if (hits := stages_hits or rank.loaded.expert_hits) is None else hits.read,
             expert_balance=balance,
-            grammars=Grammars(lambda: vocabulary_of(settings, rank.loaded.model_config.vocab_size)),
+            grammars=Grammars(lambda: make_vocabulary(settings, rank.loaded.model_config.vocab_size)),
             vocab_size=rank.loaded.model_config.vocab_size,
             work=rank.loaded.work(),
             limits=rank.loaded.limits.times(settings.parallel.num_ranks),
@@ -359,7 +359,7 @@ def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None"
     return ExpertBalance(ExpertLoad(loaded.expert_hits.read, time.monotonic), room, time.monotonic)
 
 
-def vocabulary_of(settings: WorkerSettings, size: int) -> "Vocabulary":
+def make_vocabulary(settings: WorkerSettings, size: int) -> "Vocabulary":
     """The tokens of a model of which logits have `size`: reads the tokenizer. Raises ConfigError."""
     from twostroke.router.text.output_format import NONE
     from twostroke.router.text.tokenizer import TextTokenizer

@@ -50,7 +50,7 @@ PATIENCE_S = 4.0
 def log_to_pipe() -> None:
     """Have this process log to the pipe of the chaos run, as `logging.to: stdout` does to that of its container."""
     process_logs._CONTAINERS_OUTPUT = Path(os.environ[LOG_PIPE_VARIABLE])
-    process_logs._MOST_QUEUED = MAX_QUEUED_LINES
+    process_logs._MAX_QUEUED = MAX_QUEUED_LINES
 
 
 class Agent:

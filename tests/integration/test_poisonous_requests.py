@@ -143,7 +143,7 @@ def test_a_row_whose_grammar_raises_in_a_step_ends_alone(
     # The tokens of this model have no texts: any tokenizer's masks will do, and are of another width.
     tokenizer = TextTokenizer.load(BUNDLED_MODEL_DIR)
     monkeypatch.setattr(
-        "twostroke.cluster.ranks.worker_parts.vocabulary_of", lambda settings, size: tokenizer.vocabulary
+        "twostroke.cluster.ranks.worker_parts.make_vocabulary", lambda settings, size: tokenizer.vocabulary
     )
     monkeypatch.setattr(Constraint, "advance", fails)
     request = a_request((5, 6, 7), grammar=of_regex("[ab]{50}"))
@@ -155,7 +155,7 @@ def test_a_mask_of_a_wrong_size_is_its_requests_error(
 ) -> None:
     tokenizer = TextTokenizer.load(BUNDLED_MODEL_DIR)
     monkeypatch.setattr(
-        "twostroke.cluster.ranks.worker_parts.vocabulary_of", lambda settings, size: tokenizer.vocabulary
+        "twostroke.cluster.ranks.worker_parts.make_vocabulary", lambda settings, size: tokenizer.vocabulary
     )
     neighbours(a_request((5, 6, 7), grammar=of_regex("[ab]{50}")), Shape(None, num_blocks=256), "request_failed")
 

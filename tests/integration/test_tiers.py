@@ -68,7 +68,7 @@ def hit_tokens(served: Served, tier: str) -> int:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let reads take their time: the machine may be busy, and computing such small prompts is quick."""
-    monkeypatch.setattr(kv_tiers, "LEAST_WAIT_S", 30.0)
+    monkeypatch.setattr(kv_tiers, "MIN_WAIT_S", 30.0)
     monkeypatch.setattr(TierTransfers, "computing_s", lambda *_: math.inf)
 
 

@@ -11,13 +11,13 @@ import yaml
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
-from twostroke.cluster.config.config import keys_of, read_config
+from twostroke.cluster.config.config import api_keys, read_config
 from twostroke.router.http.tenants import Tenants
 
 
 def keys_in(file: Path) -> Tenants:
     config = read_config({"auth": {"keys_file": str(file)}})
-    return Tenants(keys_of(config), clock=lambda: 0.0)
+    return Tenants(api_keys(config), clock=lambda: 0.0)
 
 
 def drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -58,7 +58,7 @@ def test_a_key_is_added_listed_and_revoked(tmp_path: Path, capsys: pytest.Captur
 def test_a_span_is_counted_from_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for span in ("1m", "12h", "90d"):
         drawn(capsys, span, "--file", str(tmp_path / "keys.yaml"), "--expires", span)
-    keys = keys_of(read_config({"auth": {"keys_file": str(tmp_path / "keys.yaml")}}))
+    keys = api_keys(read_config({"auth": {"keys_file": str(tmp_path / "keys.yaml")}}))
     first, second, third = (key.expires_at for key in keys)
     assert second - first == pytest.approx(12 * 3600 - 60, abs=60)
     assert third - first == pytest.approx(90 * 86400 - 60, abs=60)

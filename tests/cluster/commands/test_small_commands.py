@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from twostroke.cluster.cli import main
-from twostroke.cluster.commands.application import failure_of
+from twostroke.cluster.commands.application import await_application
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.router.http.tenants import Tenants
 
@@ -22,7 +22,7 @@ def waited(looks: Sequence[Mapping[str, Any] | None], patience_s: float = 60.0) 
         nonlocal now
         now += seconds
 
-    return failure_of(lambda: told.pop(0) if len(told) > 1 else told[0], patience_s, lambda: now, sleep), now
+    return await_application(lambda: told.pop(0) if len(told) > 1 else told[0], patience_s, lambda: now, sleep), now
 
 
 def app(status: str, message: str = "", **deployments: str) -> dict[str, Any]:

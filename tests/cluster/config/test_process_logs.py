@@ -57,7 +57,7 @@ def test_what_is_set_again_replaces_what_was_set_before(tmp_path: Path) -> None:
 def test_a_full_file_is_begun_anew_and_each_line_is_formatted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_logs, "_MOST_BYTES", 200)
+    monkeypatch.setattr(process_logs, "_MAX_BYTES", 200)
     formatted: list[str] = []
     format_line = JsonLines.format
     monkeypatch.setattr(
@@ -99,7 +99,7 @@ def test_a_collector_that_reads_nothing_holds_up_nobody_and_gets_whole_lines_lat
     os.mkfifo(output)
     reading = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setattr(process_logs, "_CONTAINERS_OUTPUT", output)
-    monkeypatch.setattr(process_logs, "_MOST_QUEUED", 10)
+    monkeypatch.setattr(process_logs, "_MAX_QUEUED", 10)
     monkeypatch.setattr(process_logs, "_CLOSE_S", 0.1)
     log_to(None, LoggingConfig(format="json", to="stdout"), {})
     before, num_lines = num_dropped_lines(), 200

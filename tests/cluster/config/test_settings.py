@@ -10,7 +10,7 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from twostroke.cluster.config.config import ClusterConfig, check_keys, keys_of, lay_over, read_config
+from twostroke.cluster.config.config import ClusterConfig, api_keys, check_keys, lay_over, read_config
 from twostroke.cluster.config.reading import load_yaml, read_settings
 from twostroke.cluster.config.sections import parse_cores
 from twostroke.cluster.config.worker_settings import WorkerSettings
@@ -148,7 +148,7 @@ def test_a_role_may_hold_the_model_in_its_own_way() -> None:
     assert [held[role].quantization for role in ("prefill", "decode")] == ["none", "int4"]
     assert {(one.dtype, one.max_context) for one in held.values()} == {("bfloat16", 512)}
     assert WorkerSettings.of(config, config.decode).engine_config(Path("m")).quantization == "int4"
-    assert config.model_of(read_config({}).decode) == config.model
+    assert config.model_section(read_config({}).decode) == config.model
 
 
 def test_kv_in_fp8_is_not_encoded_once_more() -> None:
@@ -462,7 +462,7 @@ def test_a_file_of_keys_adds_to_those_of_the_configuration(tmp_path: Path) -> No
     path = tmp_path / "keys.yaml"
     path.write_text(f"keys:\n- {{name: b, sha256: {'cd' * 32}}}\n")
     config = read_config({"auth": {"keys": [KEY], "keys_file": str(path)}})
-    assert [key.name for key in keys_of(check_keys(config))] == ["a", "b"]
+    assert [key.name for key in api_keys(check_keys(config))] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

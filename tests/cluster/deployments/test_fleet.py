@@ -16,8 +16,8 @@ from twostroke.cluster.deployments.fleet import (
     Departure,
     ServeFleet,
     WorkerDirectory,
-    directory_of,
     read_worker_metadata,
+    worker_directory,
     worker_metadata,
 )
 from twostroke.cluster.deployments.replica_router import ReplicaByPeer
@@ -68,7 +68,7 @@ class FakeHandle:
 @pytest.fixture
 def handle(request: pytest.FixtureRequest) -> FakeHandle:
     handle = FakeHandle(request.node.name)  # a deployment of its own for each test: directories last
-    directory_of(handle.deployment_name).replace([INFO])
+    worker_directory(handle.deployment_name).replace([INFO])
     return handle
 
 
@@ -97,7 +97,7 @@ async def test_cancelling_the_caller_cancels_the_call_in_the_replica(handle: Fak
 
 async def test_a_call_fails_as_soon_as_its_worker_has_died(handle: FakeHandle) -> None:
     task, response = await called(handle)
-    directory_of(handle.deployment_name).remove(PEER)
+    worker_directory(handle.deployment_name).remove(PEER)
     with pytest.raises(WorkerLost, match="d1 has died"):
         await task
     assert response.is_cancelled
@@ -105,7 +105,7 @@ async def test_a_call_fails_as_soon_as_its_worker_has_died(handle: FakeHandle) -
 
 async def test_a_worker_that_is_taken_down_ends_its_calls_and_gets_no_new_ones(handle: FakeHandle) -> None:
     task, response = await called(handle)
-    directory_of(handle.deployment_name).replace([])
+    worker_directory(handle.deployment_name).replace([])
     with pytest.raises(WorkerLeaving):
         await ServeFleet(None, handle, grace_s=0.05).decode(PEER, REQUEST, None)
     assert not task.done()
@@ -116,7 +116,7 @@ async def test_a_worker_that_is_taken_down_ends_its_calls_and_gets_no_new_ones(h
 
 async def test_calls_of_a_worker_that_is_taken_down_end_with_its_grace(handle: FakeHandle) -> None:
     task, response = await called(handle)
-    directory_of(handle.deployment_name).replace([])
+    worker_directory(handle.deployment_name).replace([])
     with pytest.raises(WorkerLeaving, match="its grace is over"):
         await task
     assert response.is_cancelled
@@ -124,7 +124,7 @@ async def test_calls_of_a_worker_that_is_taken_down_end_with_its_grace(handle: F
 
 async def test_calls_of_a_worker_that_is_there_again_outlast_the_grace(handle: FakeHandle) -> None:
     task, response = await called(handle)
-    directory = directory_of(handle.deployment_name)
+    directory = worker_directory(handle.deployment_name)
     directory.replace([])
     directory.replace([INFO])
     over = asyncio.Event()
@@ -136,7 +136,7 @@ async def test_calls_of_a_worker_that_is_there_again_outlast_the_grace(handle: F
 
 async def test_a_worker_that_dies_while_it_is_taken_down_is_lost_at_once(handle: FakeHandle) -> None:
     task, response = await called(handle)
-    directory_of(handle.deployment_name).replace([])
+    worker_directory(handle.deployment_name).replace([])
     response.result.set_exception(ActorDiedError())
     with pytest.raises(WorkerLost) as caught:
         await task
@@ -186,7 +186,7 @@ async def test_every_other_failure_is_the_workers(handle: FakeHandle, error: Exc
 
 async def test_a_trial_goes_to_the_deployment_that_its_worker_is_of(request: pytest.FixtureRequest) -> None:
     prefill, decode = (FakeHandle(f"{request.node.name} {role}") for role in ("prefill", "decode"))
-    directory_of(decode.deployment_name).replace([INFO])
+    worker_directory(decode.deployment_name).replace([INFO])
     fleet = ServeFleet(prefill, decode, grace_s=0.05)
     tickets = (Ticket(bytes(16), "doctor", PEER, PEER, ADDRESSES),)
     task = asyncio.create_task(fleet.probe_source(PEER, tickets, 64))
@@ -221,7 +221,7 @@ async def test_a_worker_of_another_version_is_left_out_and_told_of_once(caplog: 
     newer.replica_metadata = {PROTOCOL_KEY: "0" * 16, METADATA_KEY: {"what": "nobody here knows"}}
     router = await router_of([ours, older, newer])
     router.update_replicas([ours, older, newer])
-    directory = directory_of(DEPLOYMENT.name)
+    directory = worker_directory(DEPLOYMENT.name)
     assert [info.peer for info in directory.workers()] == [ours.peer]
     assert directory.other_versions() == {"older", "newer"}
     assert [record.args for record in caplog.records if record.args] == [("newer",), ("older",)]
@@ -233,7 +233,7 @@ async def test_a_worker_of_another_version_is_left_out_and_told_of_once(caplog: 
 
 async def test_a_fleet_names_those_of_another_version_by_role(handle: FakeHandle) -> None:
     prefill = FakeHandle("prefill of another version")
-    directory_of(prefill.deployment_name).replace([], {"p0"})
+    worker_directory(prefill.deployment_name).replace([], {"p0"})
     assert ServeFleet(prefill, handle, grace_s=0.05).other_versions() == {"prefill": {"p0"}, "decode": set()}
     assert ServeFleet(None, handle, grace_s=0.05).other_versions() == {"decode": set()}
 
@@ -318,4 +318,4 @@ async def test_a_call_for_a_worker_that_is_gone_fails_and_is_forgotten() -> None
 
 def test_what_the_fleet_shares_with_request_routers_is_not_in_the_module_that_serve_ships_by_value() -> None:
     """A copy of that module's globals in each process that has a handle would leave the fleet without workers."""
-    assert directory_of.__module__ != ReplicaByPeer.__module__
+    assert worker_directory.__module__ != ReplicaByPeer.__module__

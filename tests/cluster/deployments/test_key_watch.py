@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from twostroke.cluster.config.config import ClusterConfig, keys_of, read_config
+from twostroke.cluster.config.config import ClusterConfig, api_keys, read_config
 from twostroke.cluster.deployments import key_watch
 from twostroke.cluster.deployments.key_watch import KeyWatch
 from twostroke.router.http.tenants import Tenants
@@ -38,7 +38,7 @@ def become(file: Path, text: str | None) -> None:
 
 def watch_of(file: Path, clock: Callable[[], float] = time.monotonic) -> tuple[KeyWatch, Tenants]:
     config: ClusterConfig = read_config({"auth": {"keys": [OWN], "keys_file": str(file)}})
-    tenants = Tenants(keys_of(config), clock=lambda: 0.0, is_needed=True)
+    tenants = Tenants(api_keys(config), clock=lambda: 0.0, is_needed=True)
     return KeyWatch(config, tenants, clock), tenants
 
 
@@ -120,7 +120,7 @@ async def test_a_look_that_fails_in_any_way_is_logged_and_followed_by_the_next(
 
     become(file, "keys: []")
     with monkeypatch.context() as patch:
-        patch.setattr(key_watch, "keys_of", fail)
+        patch.setattr(key_watch, "api_keys", fail)
         await watch.check()
     (told,) = [record.getMessage() for record in caplog.records]
     assert told == f"the API keys stay as they are: auth.keys_file: {file}: MemoryError: no room"

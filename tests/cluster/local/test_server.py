@@ -11,10 +11,10 @@ import ray
 import ray.serve
 from ray.exceptions import RayError
 
-from twostroke.cluster.config.config import check_keys, keys_of, read_config
+from twostroke.cluster.config.config import api_keys, check_keys, read_config
 from twostroke.cluster.deployments.router import RouterSettings
 from twostroke.cluster.local import ray as local
-from twostroke.cluster.local.ray import StartFailed, arguments_of
+from twostroke.cluster.local.ray import StartFailed, portable_arguments
 from twostroke.cluster.local.server import FleetWatch, check_model, with_own_key
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.protocol.errors import ConfigError
@@ -75,8 +75,8 @@ def test_the_file_of_keys_and_the_servers_own_key_go_along(tmp_path: Path, monke
     }
     config, _ = with_own_key(check_keys(read_config(settings)))
     monkeypatch.chdir("/")  # as routers are elsewhere
-    assert [key.name for key in keys_of(config)] == ["alice", "twostroke serve", "bob"]
-    assert read_config(arguments_of(config, settings)) == config
+    assert [key.name for key in api_keys(config)] == ["alice", "twostroke serve", "bob"]
+    assert read_config(portable_arguments(config, settings)) == config
     assert RouterSettings.of(config).auth == config.auth
     with pytest.raises(ConfigError, match="keys: name twostroke serve is there twice"):
         with_own_key(config)
@@ -92,7 +92,7 @@ def test_a_chat_template_goes_along_as_text_and_is_tried_before_anything_starts(
         path.write_text(text)
         config = read_config(settings)
         assert RouterSettings.of(config).chat_template == text
-        sent = read_config(arguments_of(config, settings))
+        sent = read_config(portable_arguments(config, settings))
         assert sent.model.chat_template == text
         assert sent.model.path == "bundled"
     for content, complaint in ((None, "can't be read"), ("static", "is no chat template"), ("{% if %}", "is broken")):
@@ -118,7 +118,7 @@ def test_the_models_sampling_defaults_are_told_and_can_be_turned_off(tmp_path: P
 
 def test_settings_without_keys_go_as_they_are() -> None:
     settings = {"prefill": {"replicas": 0}}
-    assert arguments_of(read_config(settings), settings) == settings
+    assert portable_arguments(read_config(settings), settings) == settings
 
 
 def status(*workers: str, unreachable: str = "") -> dict[str, Any]:
@@ -134,20 +134,18 @@ def status(*workers: str, unreachable: str = "") -> dict[str, Any]:
 
 def test_a_worker_that_is_lost_and_the_one_in_its_place_are_told_once() -> None:
     watch = FleetWatch({"decode": 2})
-    assert watch.news_of(status("decode a 1", "decode b 2")) == []
-    assert watch.news_of(status("decode b 2")) == ["Decode worker a is lost: 1 of 2 decode workers are there"]
-    assert watch.news_of(status("decode b 2")) == []
-    assert watch.news_of(status("decode b 2", "decode c 3")) == [
-        "Decode worker c is up: 2 of 2 decode workers are there"
-    ]
+    assert watch.news(status("decode a 1", "decode b 2")) == []
+    assert watch.news(status("decode b 2")) == ["Decode worker a is lost: 1 of 2 decode workers are there"]
+    assert watch.news(status("decode b 2")) == []
+    assert watch.news(status("decode b 2", "decode c 3")) == ["Decode worker c is up: 2 of 2 decode workers are there"]
 
 
 def test_a_worker_that_nobody_reaches_is_lost_and_one_that_started_anew_is_another() -> None:
     watch = FleetWatch({"prefill": 1})
-    watch.news_of(status("prefill a 1"))
-    assert len(watch.news_of(status("prefill a 1", unreachable="a"))) == 1
-    assert watch.news_of(status("prefill a 1")) == ["Prefill worker a is up: 1 of 1 prefill workers are there"]
-    assert [line.split(":")[0] for line in watch.news_of(status("prefill a 2"))] == [
+    watch.news(status("prefill a 1"))
+    assert len(watch.news(status("prefill a 1", unreachable="a"))) == 1
+    assert watch.news(status("prefill a 1")) == ["Prefill worker a is up: 1 of 1 prefill workers are there"]
+    assert [line.split(":")[0] for line in watch.news(status("prefill a 2"))] == [
         "Prefill worker a is lost",
         "Prefill worker a is up",
     ]
@@ -155,10 +153,10 @@ def test_a_worker_that_nobody_reaches_is_lost_and_one_that_started_anew_is_anoth
 
 def test_a_server_that_does_not_answer_is_told_once_and_so_is_its_return() -> None:
     watch = FleetWatch({"decode": 1})
-    watch.news_of(status("decode a 1"))
+    watch.news(status("decode a 1"))
     assert watch.no_answer("refused") == ["The server does not answer: refused"]
     assert watch.no_answer("refused") == []
-    assert watch.news_of(status("decode a 1")) == ["The server answers again"]
+    assert watch.news(status("decode a 1")) == ["The server answers again"]
 
 
 def scaled(status: dict[str, Any], target: int, change: str | None = None) -> dict[str, Any]:
@@ -167,21 +165,21 @@ def scaled(status: dict[str, Any], target: int, change: str | None = None) -> di
 
 def test_a_worker_that_the_autoscaler_took_has_left_and_one_that_is_missing_is_lost() -> None:
     watch = FleetWatch({"decode": 1})
-    assert watch.news_of(scaled(status("decode a 1"), 1)) == []
-    assert watch.news_of(scaled(status("decode a 1"), 2, "demand")) == [
+    assert watch.news(scaled(status("decode a 1"), 1)) == []
+    assert watch.news(scaled(status("decode a 1"), 2, "demand")) == [
         "The autoscaler asks for 2 decode workers instead of 1 (demand)"
     ]
-    assert watch.news_of(scaled(status("decode a 1", "decode b 2"), 2, "demand")) == [
+    assert watch.news(scaled(status("decode a 1", "decode b 2"), 2, "demand")) == [
         "Decode worker b is up: 2 of 2 decode workers are there"
     ]
-    assert watch.news_of(scaled(status("decode a 1"), 2, "demand")) == [
+    assert watch.news(scaled(status("decode a 1"), 2, "demand")) == [
         "Decode worker b is lost: 1 of 2 decode workers are there"
     ]
-    watch.news_of(scaled(status("decode a 1", "decode c 3"), 2, "demand"))
-    assert watch.news_of(scaled(status("decode a 1", "decode c 3"), 1, "spare")) == [
+    watch.news(scaled(status("decode a 1", "decode c 3"), 2, "demand"))
+    assert watch.news(scaled(status("decode a 1", "decode c 3"), 1, "spare")) == [
         "The autoscaler asks for 1 decode worker instead of 2 (spare)"
     ]
-    assert watch.news_of(scaled(status("decode c 3"), 1, "spare")) == [
+    assert watch.news(scaled(status("decode c 3"), 1, "spare")) == [
         "Decode worker a has left: 1 of 1 decode workers are there"
     ]
 

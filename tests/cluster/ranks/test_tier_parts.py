@@ -10,7 +10,7 @@ import pytest
 
 from tests.kvtiers.rig import PLAIN, sample
 from twostroke.cluster.ranks import worker_parts
-from twostroke.cluster.ranks.worker_parts import storage_of
+from twostroke.cluster.ranks.worker_parts import make_storage_tiers
 from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtiers.objects import ObjectCipher
 from twostroke.kvtiers.storage.files import FileBlobs
@@ -24,15 +24,15 @@ def tiers_in(folder: Path) -> TiersConfig:
 
 
 def test_tiers_are_looked_up_from_the_disk_on(tmp_path: Path) -> None:
-    assert [tier.name for tier in storage_of(tiers_in(tmp_path), PLAIN)] == ["disk", "shared"]
+    assert [tier.name for tier in make_storage_tiers(tiers_in(tmp_path), PLAIN)] == ["disk", "shared"]
 
 
 def test_the_directories_are_made_for_the_worker_alone(tmp_path: Path) -> None:
-    for tier in storage_of(tiers_in(tmp_path), PLAIN):
+    for tier in make_storage_tiers(tiers_in(tmp_path), PLAIN):
         sample(PLAIN).write(tier.blobs)
         assert (tmp_path / tier.name).stat().st_mode & 0o777 == 0o700
     assert len(list(tmp_path.rglob("*.kv"))) == 2
-    storage_of(tiers_in(tmp_path), PLAIN)  # once more, as after a restart
+    make_storage_tiers(tiers_in(tmp_path), PLAIN)  # once more, as after a restart
 
 
 def test_a_directory_that_others_can_read_is_refused_at_start(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_directory_that_others_can_read_is_refused_at_start(tmp_path: Path) ->
     with pytest.raises(
         ConfigError, match=rf"^kv_cache\.tiers\.disk\.path: {ours.parent} can't be used: others could read KV there; "
     ):
-        storage_of(tiers_in(tmp_path), PLAIN)
+        make_storage_tiers(tiers_in(tmp_path), PLAIN)
 
 
 class HangingDisk:
@@ -64,10 +64,10 @@ def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = sample(PLAIN)
-    one.write(storage_of(tiers_in(tmp_path), PLAIN)[0].blobs)
+    one.write(make_storage_tiers(tiers_in(tmp_path), PLAIN)[0].blobs)
     hanging = HangingDisk(monkeypatch)
     with caplog.at_level(logging.INFO):
-        tiers = storage_of(tiers_in(tmp_path), PLAIN)
+        tiers = make_storage_tiers(tiers_in(tmp_path), PLAIN)
     assert len(tiers) == 2
     disk = tiers[0]
     assert "the disk tier waits for its storage or key, which does not answer" in caplog.text
@@ -98,7 +98,9 @@ def test_a_key_that_hangs_at_start_delays_all_storage_until_it_is_read(
     monkeypatch.setattr(worker_parts, "OPEN_S", 0.01)
     key, config = tmp_path / "key", tiers_in(tmp_path).model_dump()
     os.mkfifo(key, 0o600)
-    started = on_thread("start", lambda: storage_of(TiersConfig.model_validate(config | {"key_file": str(key)}), PLAIN))
+    started = on_thread(
+        "start", lambda: make_storage_tiers(TiersConfig.model_validate(config | {"key_file": str(key)}), PLAIN)
+    )
     try:
         tiers = started.result(30.0)
         assert [(tier.stats().is_open, tier.takes_writes) for tier in tiers] == [(False, False)] * 2
@@ -119,7 +121,7 @@ def test_a_directory_that_answers_late_with_a_refusal_stays_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hanging = HangingDisk(monkeypatch)
-    disk, shared = storage_of(tiers_in(tmp_path), PLAIN)
+    disk, shared = make_storage_tiers(tiers_in(tmp_path), PLAIN)
     (tmp_path / "disk" / "twostroke-kv").mkdir(mode=0o755)
     hanging.answers.set()
     with pytest.raises(OSError, match=r"could not be opened: kv_cache\.tiers\.disk\.path: .* others could read KV"):

@@ -133,7 +133,7 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[DevicePair]:
             await transports.close()
 
 
-def digest_at_once(source: cuda_ipc.CudaIpcSource, segments: Any, seed: int) -> bytes:
+def checksum_at_once(source: cuda_ipc.CudaIpcSource, segments: Any, seed: int) -> bytes:
     found = torch.empty(2, dtype=torch.int64)
     cuda_ipc.digest_units(source._units.places, source._units.addresses(segments), seed, found)
     return found.numpy().tobytes()
@@ -161,7 +161,7 @@ async def test_three_chunks_are_under_way_on_each_side_while_the_first_has_not_e
 async def test_a_target_launches_copies_while_earlier_ones_have_not_ended(
     pair: DevicePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_ipc.CudaIpcSource, "digest", digest_at_once)
+    monkeypatch.setattr(cuda_ipc.CudaIpcSource, "checksum", checksum_at_once)
     pair.device.gate.clear()
     outgoing, incoming = pair.begin("r")
     await settle(lambda: pair.device.launched["copy_and_digest_units"] == ON_GPUS.chunks_under_way)
@@ -177,12 +177,12 @@ async def test_at_a_cut_blocks_are_kept_until_what_was_launched_has_ended_and_th
 ) -> None:
     name = {"source": "digest_units", "target": "copy_and_digest_units"}[side]
     if side == "target":
-        monkeypatch.setattr(cuda_ipc.CudaIpcSource, "digest", digest_at_once)
+        monkeypatch.setattr(cuda_ipc.CudaIpcSource, "checksum", checksum_at_once)
     pair.device.gate.clear()
     outgoing, incoming = pair.begin("cut")
     await settle(lambda: pair.device.launched[name] >= ON_GPUS.chunks_under_way)
     (link,) = pair.sender.transports.by_name["cuda_ipc"].links  # type: ignore[attr-defined]
-    link._thread.break_off()
+    link.break_off()
     await settle(lambda: not pair.sender._connections)
     ending = asyncio.create_task((outgoing if side == "source" else incoming).end())
     await asyncio.wait([ending], timeout=0.05)

@@ -319,7 +319,7 @@ async def test_a_storage_that_has_something_again_is_asked_again(scene: Scene) -
 async def test_objects_seen_in_a_shared_storage_are_remembered_up_to_a_limit(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage_tier, "MOST_SEEN", 2)
+    monkeypatch.setattr(storage_tier, "MAX_SEEN", 2)
     three = [sample(PLAIN, seed) for seed in range(3)]
     for one in three:
         await scene.write(one)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kvtiers.whole.tiers_rig import CALL_S, OBJECT_TOKENS, ROWS, THREADS, TOKEN_S, TiersRig, play, prompt
 from tests.rigs.played import played_by
-from twostroke.kvtiers.kv_tiers import FIRST_SCAN_S, LEAST_WAIT_S, SCAN_S
+from twostroke.kvtiers.kv_tiers import FIRST_SCAN_S, MIN_WAIT_S, SCAN_S
 from twostroke.kvtiers.storage_tier import FIRST_REST_S, PROBES
 
 FOUR, TWO = prompt(4), prompt(2)
@@ -63,7 +63,7 @@ async def test_of_a_slow_storage_what_has_come_by_the_deadline_is_offered_and_th
     loop = asyncio.get_running_loop()
     began = loop.time()
     assert await rig.read(FOUR) == 2 * OBJECT_TOKENS
-    assert loop.time() - began == pytest.approx(LEAST_WAIT_S, abs=0.1)
+    assert loop.time() - began == pytest.approx(MIN_WAIT_S, abs=0.1)
     assert (rig.stats().late, rig.stats().hit_tokens) == (1, 2 * OBJECT_TOKENS)
     await rig.idle()
     assert await rig.read(FOUR) == ALL
@@ -77,7 +77,7 @@ async def test_a_read_of_which_nothing_comes_in_time_is_declined_then(rig: Tiers
     loop = asyncio.get_running_loop()
     began = loop.time()
     assert await rig.read(FOUR) == 0
-    assert loop.time() - began == pytest.approx(LEAST_WAIT_S, abs=0.1)
+    assert loop.time() - began == pytest.approx(MIN_WAIT_S, abs=0.1)
 
 
 @pytest.mark.parametrize("bound", ["the request's own", "computing"])

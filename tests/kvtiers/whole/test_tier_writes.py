@@ -170,7 +170,7 @@ async def test_a_write_that_hangs_keeps_nothing_from_the_other_storage_and_no_me
 
 @played_by(play)
 async def test_what_finds_the_queue_full_is_dropped_and_counted(rig: TiersRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tiers, "MOST_WRITES", 3)
+    monkeypatch.setattr(kv_tiers, "MAX_WRITES", 3)
     rig.disk.writes.hang()
     first, second = (prompt(2, salt) for salt in (b"first", b"second"))
     for hashes, is_sent in ((first, True), (second, False)):
