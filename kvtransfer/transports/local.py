@@ -16,7 +16,7 @@ import hmac
 import secrets
 import socket
 import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 
 from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.link import CHECKSUM_BYTES, LinkParams
-from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
     LinkListener,
     LinkThread,
     Rest,
+    SocketEnd,
     SocketTransport,
     Token,
     dial,
@@ -139,34 +139,22 @@ def _then(result: bytes | Rest[bytes], use: Callable[[bytes], R]) -> R | Rest[R]
     return use(result)
 
 
-class LocalSource:
+class LocalSource(SocketEnd):
     """The sending end: says which units to read, and what they must amount to."""
 
     max_chunk_bytes = None
     shortfall = None
 
     def __init__(self, thread: LinkThread, memory: SourceMemory, on_close: Callable[["LocalEnd"], None]):
-        self._thread = thread
+        super().__init__(thread, on_close)
         self._memory = memory
-        self._on_close = on_close
-
-    async def open(self, timeout_s: float) -> None:
-        """Agree with the peer on our memory. Raises ConnectionLost; the link has to be closed then, too."""
-        await self._thread.call(self._open, timeout_s)
 
     async def send(self, segments: Sequence[Segment], seed: int) -> None:
-        await self._thread.call(self._send, segments, seed)
-
-    async def close(self) -> None:
-        await self._thread.close()
-        self._on_close(self)
+        await self.thread.call(self._send, segments, seed)
 
     def _open(self, timeout_s: float) -> None:
-        connected = self._thread.socket
-        connected.settimeout(timeout_s)
-        self._memory.describe(connected)
-        receive_exactly(connected, len(_READY))
-        connected.settimeout(None)
+        self._memory.describe(self.thread.socket)
+        receive_exactly(self.thread.socket, len(_READY))
 
     def _send(self, segments: Sequence[Segment], seed: int) -> Rest[None] | None:
         ids = array("i")
@@ -174,43 +162,34 @@ class LocalSource:
             ids.extend(segment.unit_ids)
         return _then(
             self._memory.checksum(segments, seed),
-            lambda checksum: self._thread.socket.sendall(ids.tobytes() + checksum),
+            lambda checksum: self.thread.socket.sendall(ids.tobytes() + checksum),
         )
 
 
-class LocalTarget:
+class LocalTarget(SocketEnd):
     """The receiving end: the only one that copies."""
 
     def __init__(self, thread: LinkThread, memory: TargetMemory, on_close: Callable[["LocalEnd"], None]):
-        self._thread = thread
+        super().__init__(thread, on_close)
         self._memory = memory
-        self._on_close = on_close
         self._num_peer_units = 0  # until `open`
 
-    async def open(self, timeout_s: float) -> None:
-        """Connect to the source, like LocalSource.open."""
-        await self._thread.call(self._open, timeout_s)
-
     async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
-        return await self._thread.call(self._receive, segments, seed)
+        return await self.thread.call(self._receive, segments, seed)
 
     async def discard(self, num_units: int) -> None:
-        await self._thread.call(self._read_chunk, num_units)
-
-    async def close(self) -> None:
-        await self._thread.close(self._memory.unmap)
-        self._on_close(self)
+        await self.thread.call(self._read_chunk, num_units)
 
     def _open(self, timeout_s: float) -> None:
-        connected = self._thread.socket
-        connected.settimeout(timeout_s)
-        self._num_peer_units = self._memory.map(connected)
-        connected.sendall(_READY)
-        connected.settimeout(None)
+        self._num_peer_units = self._memory.map(self.thread.socket)
+        self.thread.socket.sendall(_READY)
+
+    def _let_go(self) -> None:
+        self._memory.unmap()
 
     def _read_chunk(self, num_units: int) -> tuple[NDArray[np.int32], bytes]:
         """The ids of the peer's units, and their checksum."""
-        received = receive_exactly(self._thread.socket, num_units * _ID_BYTES + CHECKSUM_BYTES)
+        received = receive_exactly(self.thread.socket, num_units * _ID_BYTES + CHECKSUM_BYTES)
         return np.frombuffer(received, np.int32, num_units), bytes(received[-CHECKSUM_BYTES:])
 
     def _receive(self, segments: Sequence[Segment], seed: int) -> bool | Rest[bool]:
@@ -221,7 +200,6 @@ class LocalTarget:
 
 
 LocalEnd = LocalSource | LocalTarget
-E = TypeVar("E", LocalSource, LocalTarget)
 
 
 class _LocalParams(msgspec.Struct):
@@ -231,7 +209,7 @@ class _LocalParams(msgspec.Struct):
     token: Token
 
 
-class LocalTransport(SocketTransport[LocalEnd], ABC):
+class LocalTransport(SocketTransport[LocalEnd]):
     """Makes links over unix sockets for one rank of a worker, between processes of one machine and one user."""
 
     name: str
@@ -247,7 +225,7 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
 
         async def make_link(connections: list[socket.socket]) -> LocalTarget:
             thread = LinkThread(connections[0], f"kv-{self.name}")
-            return await self._opened(LocalTarget(thread, memory, self.links.discard))
+            return await self.opened(LocalTarget(thread, memory, self.links.discard))
 
         return LinkListener(self, listener, params.token, msgspec.to_builtins(params), make_link, most=1)
 
@@ -261,7 +239,7 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
         # all be announced before the target copies the first, and a short prompt's wait behind them.
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         thread = LinkThread(connected, f"kv-{self.name}")
-        return await self._opened(LocalSource(thread, memory, self.links.discard))
+        return await self.opened(LocalSource(thread, memory, self.links.discard))
 
     @abstractmethod
     def _source_memory(self, shard: KVShard) -> SourceMemory: ...
@@ -273,13 +251,3 @@ class LocalTransport(SocketTransport[LocalEnd], ABC):
         """Raises ConnectionLost for KV that this transport can't move."""
         if shard.encoding != "raw":
             raise ConnectionLost(f"{self.name} moves KV as it is stored, not encoded as {shard.encoding}")
-
-    async def _opened(self, link: E) -> E:
-        """The link, open. Closed where that fails."""
-        self.links.add(link)
-        try:
-            await link.open(self.join_timeout_s)
-        except BaseException:
-            await finish(link.close())  # the connection is lost with the link, and cancels this
-            raise
-        return link

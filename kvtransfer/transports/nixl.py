@@ -36,10 +36,9 @@ import socket
 import struct
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -48,21 +47,21 @@ from torch import Tensor
 from twostroke.kvtransfer.fabric import interface_at, rdma_ports
 from twostroke.kvtransfer.layout import KVShard, Segment
 from twostroke.kvtransfer.link import DeviceStore, KVStore, LinkParams
-from twostroke.kvtransfer.timeouts import finish
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.sockets import (
     TOKEN_BYTES,
     LinkListener,
     LinkThread,
     Rest,
+    SocketEnd,
     SocketTransport,
     Token,
-    dial,
+    dial_host,
+    listen_on,
     read_params,
     receive_exactly,
 )
 from twostroke.kvtransfer.transports.staging import MAX_CHUNK_BYTES, Staging, make_staging
-from twostroke.kvtransfer.transports.tcp import resolve
 from twostroke.protocol.errors import ConnectionLost, ProtocolError, how_to_install
 
 PACKAGE = "nixl._api"
@@ -126,17 +125,13 @@ class NixlTransport(SocketTransport["NixlEnd"]):
 
     async def prepare(self, host: str, shard: KVShard) -> "LinkListener[NixlTarget]":
         """Raises ConnectionLost where `host` is not an address of this machine."""
-        try:
-            family, address = await resolve(host, 0)
-            listener = socket.create_server(address, family=family)
-        except OSError as error:
-            raise ConnectionLost(f"can't listen on {host}: {error}") from error
+        listener = await listen_on(host)
         token = secrets.token_bytes(TOKEN_BYTES)
         port = listener.getsockname()[1]
         params = _NixlParams(host, port, token, self._machine, int(self._has_rdma), self._max_chunk_bytes)
 
         async def make_link(connections: list[socket.socket]) -> NixlTarget:
-            return await self._opened(
+            return await self.opened(
                 NixlTarget(connections[0], self._store, shard, self._units(shard), self.links.discard)
             )
 
@@ -150,30 +145,18 @@ class NixlTransport(SocketTransport["NixlEnd"]):
                 f"nixl joins two machines over RDMA, and {side} has no active port of any: "
                 "set kv_transfer.transport to auto"
             )
-        try:
-            family, address = await resolve(theirs.host, theirs.port)
-        except OSError as error:
-            raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
-        (connected,) = await dial(family, address, theirs.token, most=1, join_timeout_s=self.join_timeout_s)
+        (connected,) = await dial_host(
+            theirs.host, theirs.port, theirs.token, most=1, join_timeout_s=self.join_timeout_s
+        )
         units = min(self._units(shard), max(1, theirs.chunk_bytes // shard.unit_bytes))
-        return await self._opened(NixlSource(connected, self._store, shard, units, self.links.discard))
+        return await self.opened(NixlSource(connected, self._store, shard, units, self.links.discard))
 
     def _units(self, shard: KVShard) -> int:
         """Return the most units of one chunk."""
         return max(1, self._max_chunk_bytes // shard.unit_bytes)
 
-    async def _opened(self, link: "E") -> "E":
-        """The link, open. Closed where that fails."""
-        self.links.add(link)
-        try:
-            await link.open(self.join_timeout_s)
-        except BaseException:
-            await finish(link.close())
-            raise
-        return link
 
-
-class NixlEnd(ABC):
+class NixlEnd(SocketEnd):
     """The common part of both ends: the link's threads, a NIXL agent, and its buffers, which a queue hands out."""
 
     def __init__(
@@ -186,34 +169,21 @@ class NixlEnd(ABC):
     ):
         """`num_units` is what a buffer has room for, at most."""
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._thread = LinkThread(connected, "kv-nixl")
+        super().__init__(LinkThread(connected, "kv-nixl"), on_close)
         self._staging: Staging = make_staging(store, shard)
         self._unit_bytes = shard.unit_bytes
         self._num_units = num_units
         self._memory, self._device = "DRAM", 0
         if isinstance(store, DeviceStore):
             self._memory, self._device = "VRAM", torch.device(store.device).index or 0
-        self._on_close = on_close
         self._agent: Any = None  # from `_register` to `_let_go`
         self._buffers: list[Tensor] = []
         self._registered: Any = None
         self._free: SimpleQueue[int] = SimpleQueue()
 
-    async def open(self, timeout_s: float) -> None:
-        """Agree with the peer on the buffers. Raises ConnectionLost; the link has to be closed then, too."""
-        await self._thread.call(self._open, timeout_s)
-
-    async def close(self) -> None:
-        """When this returns the agent is gone, and with it every read that was under way."""
-        await self._thread.close(self._let_go)
-        self._on_close(self)
-
-    @abstractmethod
-    def _open(self, timeout_s: float) -> None: ...
-
     def _register(self) -> None:
         """Make the agent and the buffers."""
-        self._agent = make_agent(self._thread.socket.getsockname()[0])
+        self._agent = make_agent(self.thread.socket.getsockname()[0])
         self._buffers = [self._staging.buffer(index, self._num_units) for index in range(self._staging.num_buffers)]
         places = [(buffer.data_ptr(), buffer.numel(), self._device, "") for buffer in self._buffers]
         self._registered = ask(self._agent.register_memory, places, self._memory)
@@ -221,7 +191,7 @@ class NixlEnd(ABC):
             self._free.put(index)
 
     def _let_go(self) -> None:
-        """The link's last call: end the agent first, then drop what it may have read into."""
+        """End the agent first, and with it every read that was under way, then drop what it may have read into."""
         if self._registered is not None:
             with contextlib.suppress(ConnectionLost):
                 ask(self._agent.deregister_memory, self._registered)
@@ -250,18 +220,15 @@ class NixlSource(NixlEnd):
         return self._num_units * self._unit_bytes
 
     async def send(self, segments: Sequence[Segment], seed: int) -> None:
-        await self._thread.call(self._send, segments, seed)
+        await self.thread.call(self._send, segments, seed)
 
     def _open(self, timeout_s: float) -> None:
         self._register()
-        connected = self._thread.socket
-        connected.settimeout(timeout_s)
         metadata = ask(self._agent.get_agent_metadata)
         addresses = tuple(buffer.data_ptr() for buffer in self._buffers)
         offered = msgspec.msgpack.encode(Offered(metadata, addresses, self._num_units, self._device))
-        connected.sendall(_LENGTH.pack(len(offered)) + offered)
+        self.thread.socket.sendall(_LENGTH.pack(len(offered)) + offered)
         self._await_done(time.monotonic() + timeout_s)
-        connected.settimeout(None)
 
     def _send(self, segments: Sequence[Segment], seed: int) -> Rest[None] | None:
         index = self._free.get()  # while all are being read, this thread waits: until then, or until the link breaks
@@ -275,7 +242,7 @@ class NixlSource(NixlEnd):
         return Rest(lambda: self._taken(index))
 
     def _announce(self, index: int, packed: Tensor) -> None:
-        self._thread.socket.sendall(_CHUNK.pack(index, packed.numel()))
+        self.thread.socket.sendall(_CHUNK.pack(index, packed.numel()))
 
     def _taken(self, index: int) -> None:
         try:
@@ -285,7 +252,7 @@ class NixlSource(NixlEnd):
 
     def _await_done(self, until_s: float | None) -> None:
         """Wait for the target's word, and let UCX do what it has to meanwhile."""
-        connected = self._thread.socket
+        connected = self.thread.socket
         while not select.select([connected], (), (), _PROGRESS_S)[0]:
             if until_s is not None and time.monotonic() > until_s:
                 raise ConnectionLost("the target has not read from this side in time")
@@ -309,14 +276,13 @@ class NixlTarget(NixlEnd):
         self._offered = Offered(b"", (), 1, 0)
 
     async def receive(self, segments: Sequence[Segment], seed: int) -> bool:
-        return await self._thread.call(self._receive, segments, seed)
+        return await self.thread.call(self._receive, segments, seed)
 
     async def discard(self, num_units: int) -> None:
-        await self._thread.call(self._discard)
+        await self.thread.call(self._discard)
 
     def _open(self, timeout_s: float) -> None:
-        connected = self._thread.socket
-        connected.settimeout(timeout_s)
+        connected = self.thread.socket
         (length,) = _LENGTH.unpack(receive_exactly(connected, _LENGTH.size))
         if length > _MAX_OFFER_BYTES:
             raise ProtocolError(f"the peer describes its buffers in {length} bytes")
@@ -332,7 +298,6 @@ class NixlTarget(NixlEnd):
         # UCX connects with the first read, for some of its seconds: no chunk, whose time is limited, shall be that one.
         self._read(offered.addresses[0], self._buffers[0][:_GREETING_BYTES], time.monotonic() + timeout_s)
         connected.sendall(_DONE)
-        connected.settimeout(None)
 
     def _receive(self, segments: Sequence[Segment], seed: int) -> bool | Rest[bool]:
         index = self._free.get()  # while all are being unpacked, this thread waits
@@ -350,11 +315,11 @@ class NixlTarget(NixlEnd):
         if num_bytes != packed.numel():
             raise ProtocolError(f"a chunk of {packed.numel()} bytes was announced, and one of {num_bytes} was packed")
         self._read(self._offered.addresses[theirs], packed, None)
-        self._thread.socket.sendall(_DONE)
+        self.thread.socket.sendall(_DONE)
 
     def _unpack(self, index: int, segments: Sequence[Segment], seed: int, packed: Tensor) -> bool:
         try:
-            if self._thread.is_broken:
+            if self.thread.is_broken:
                 raise ConnectionLost("the link is closed")
             return self._staging.unpack(segments, seed, packed)
         finally:
@@ -362,11 +327,11 @@ class NixlTarget(NixlEnd):
 
     def _discard(self) -> None:
         self._next_chunk()
-        self._thread.socket.sendall(_DONE)
+        self.thread.socket.sendall(_DONE)
 
     def _next_chunk(self) -> tuple[int, int]:
         """Return the index of the source's buffer that holds the next chunk, and its bytes there."""
-        index, num_bytes = _CHUNK.unpack(receive_exactly(self._thread.socket, _CHUNK.size))
+        index, num_bytes = _CHUNK.unpack(receive_exactly(self.thread.socket, _CHUNK.size))
         if index >= len(self._offered.addresses):
             raise ProtocolError(f"the peer names a buffer outside of its {len(self._offered.addresses)}")
         return index, num_bytes
@@ -379,7 +344,7 @@ class NixlTarget(NixlEnd):
         try:
             state, polls = ask(self._agent.transfer, handle), 0
             while state == "PROC":
-                if self._thread.is_broken or (until_s is not None and time.monotonic() > until_s):
+                if self.thread.is_broken or (until_s is not None and time.monotonic() > until_s):
                     raise ConnectionLost("a read was given up before it had ended")
                 polls += 1
                 if polls > _SPINS:
@@ -391,9 +356,6 @@ class NixlTarget(NixlEnd):
             with contextlib.suppress(ConnectionLost):
                 ask(self._agent.release_xfer_handle, handle)
             del handle  # an exception's traceback would keep it, and it the agent
-
-
-E = TypeVar("E", bound=NixlEnd)
 
 
 def ask(method: Callable[..., Any], *arguments: Any) -> Any:

@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 import msgspec
 
 from twostroke.kvtransfer.link import LinkEnd, LinkParams
-from twostroke.kvtransfer.timeouts import within
+from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.protocol.errors import ConnectionLost
 
 TOKEN_BYTES = 32
@@ -37,6 +38,7 @@ L = TypeVar("L", bound=LinkEnd)
 P = TypeVar("P")
 A = ParamSpec("A")
 R = TypeVar("R")
+E = TypeVar("E", bound="SocketEnd")
 
 _Calls = SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]
 
@@ -59,9 +61,44 @@ class SocketTransport(Generic[L]):
         self.links: set[L] = set()
         self.listeners: set[LinkListener[Any]] = set()
 
+    async def opened(self, end: E) -> E:
+        """Open an end of a link and return it. It is closed where that fails."""
+        self.links.add(end)  # type: ignore[arg-type]
+        try:
+            await end.open(self.join_timeout_s)
+        except BaseException:
+            await finish(end.close())  # the connection is lost with the link, and cancels this
+            raise
+        return end
+
     async def close(self) -> None:
         await asyncio.gather(*(listener.close() for listener in tuple(self.listeners)))
         await asyncio.gather(*(link.close() for link in tuple(self.links)))
+
+
+async def listen_on(host: str) -> socket.socket:
+    """Listen on a free port of `host`. Raises ConnectionLost where that is not an address of this machine."""
+    try:
+        family, address = await _resolve(host, 0)
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        raise ConnectionLost(f"can't listen on {host}: {error}") from error
+
+
+async def dial_host(host: str, port: int, token: bytes, *, most: int, join_timeout_s: float) -> list[socket.socket]:
+    """Connect to the peer's listener by its name or address, like `dial`."""
+    try:
+        family, address = await _resolve(host, port)
+    except OSError as error:
+        raise ConnectionLost(f"can't join the link at {host}: {error}") from error
+    return await dial(family, address, token, most=most, join_timeout_s=join_timeout_s)
+
+
+async def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """Resolve an address. Raises OSError."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = infos[0]
+    return family, (str(address[0]), int(address[1]))
 
 
 class LinkListener(Generic[L]):
@@ -343,6 +380,34 @@ class LinkThread:
         else:
             future.set_exception(failure)
             future.exception()  # marks it as retrieved: the caller may have been cancelled
+
+
+class SocketEnd(ABC):
+    """One end of a link that has one socket and one LinkThread."""
+
+    def __init__(self, thread: LinkThread, on_close: Callable[[Any], None]):
+        self.thread = thread
+        self._on_close = on_close
+
+    async def open(self, timeout_s: float) -> None:
+        """Agree with the peer on what is read. Raises ConnectionLost; the link has to be closed then, too."""
+        await self.thread.call(self._open_in_time, timeout_s)
+
+    async def close(self) -> None:
+        await self.thread.close(self._let_go)
+        self._on_close(self)
+
+    def _open_in_time(self, timeout_s: float) -> None:
+        self.thread.socket.settimeout(timeout_s)
+        self._open(timeout_s)
+        self.thread.socket.settimeout(None)
+
+    @abstractmethod
+    def _open(self, timeout_s: float) -> None:
+        """Do this end's part of `open`, on the link's thread, over a socket that times out."""
+
+    def _let_go(self) -> None:  # noqa: B027 (most ends hold nothing)
+        """Let go of what the link holds: its last call, on its thread, also where it never opened."""
 
 
 def receive_exactly(connected: socket.socket, num_bytes: int) -> bytearray:

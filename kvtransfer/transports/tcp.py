@@ -30,7 +30,8 @@ from twostroke.kvtransfer.transports.sockets import (
     LinkThread,
     SocketTransport,
     Token,
-    dial,
+    dial_host,
+    listen_on,
     read_params,
 )
 from twostroke.protocol.errors import ConnectionLost
@@ -77,11 +78,7 @@ class TcpTransport(SocketTransport["TcpLink"]):
 
     async def prepare(self, host: str, shard: KVShard) -> "LinkListener[TcpLink]":
         """Listen on `host`. Raises ConnectionLost where it is not an address of this machine."""
-        try:
-            family, address = await resolve(host, 0)
-            listener = socket.create_server(address, family=family)
-        except OSError as error:
-            raise ConnectionLost(f"can't listen on {host}: {error}") from error
+        listener = await listen_on(host)
         params = _TcpParams(host, listener.getsockname()[1], secrets.token_bytes(TOKEN_BYTES), self._streams)
 
         async def make_link(connections: list[socket.socket]) -> TcpLink:
@@ -91,12 +88,10 @@ class TcpTransport(SocketTransport["TcpLink"]):
 
     async def join(self, params: LinkParams, shard: KVShard) -> "TcpLink":
         theirs = read_params(params, _TcpParams, self.name)
-        try:
-            family, address = await resolve(theirs.host, theirs.port)
-        except OSError as error:
-            raise ConnectionLost(f"can't join the link at {theirs.host}: {error}") from error
         most = min(theirs.streams, self._streams)
-        connected = await dial(family, address, theirs.token, most=most, join_timeout_s=self.join_timeout_s)
+        connected = await dial_host(
+            theirs.host, theirs.port, theirs.token, most=most, join_timeout_s=self.join_timeout_s
+        )
         if self._max_bytes_per_s is not None:
             for each in connected:
                 _pace(each, max(1, self._max_bytes_per_s // len(connected)))
@@ -240,13 +235,6 @@ class TcpStream:
         if received == 0:
             raise ConnectionResetError("the peer closed it")
         return received
-
-
-async def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Resolve an address. Raises OSError."""
-    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = infos[0]
-    return family, (str(address[0]), int(address[1]))
 
 
 def _pace(connected: socket.socket, bytes_per_s: int) -> None:

@@ -182,7 +182,7 @@ async def test_at_a_cut_blocks_are_kept_until_what_was_launched_has_ended_and_th
     outgoing, incoming = pair.begin("cut")
     await settle(lambda: pair.device.launched[name] >= ON_GPUS.chunks_under_way)
     (link,) = pair.sender.transports.by_name["cuda_ipc"].links  # type: ignore[attr-defined]
-    link.break_off()
+    link.thread.break_off()
     await settle(lambda: not pair.sender._connections)
     ending = asyncio.create_task((outgoing if side == "source" else incoming).end())
     await asyncio.wait([ending], timeout=0.05)

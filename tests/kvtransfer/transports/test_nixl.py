@@ -73,7 +73,7 @@ async def test_bytes_that_were_read_get_into_no_block_once_their_link_is_broken(
     def held_up(end: nixl.NixlTarget, packed: Tensor) -> None:
         fetch(end, packed)
         loop.call_soon_threadsafe(fetched.set)
-        while not end._thread.is_broken:
+        while not end.thread.is_broken:
             os.sched_yield()
 
     async with linked("nixl", source, target) as (sender, receiver):
@@ -97,7 +97,7 @@ async def test_a_chunk_that_is_not_where_or_as_long_as_it_must_be_breaks_the_lin
 ) -> None:
     store = SharedBytesStore(1, 8, 128)
     lie = nixl._CHUNK.pack(index, num_bytes)
-    monkeypatch.setattr(nixl.NixlSource, "_announce", lambda end, *_: end._thread.socket.sendall(lie))
+    monkeypatch.setattr(nixl.NixlSource, "_announce", lambda end, *_: end.thread.socket.sendall(lie))
     async with linked("nixl", store, store) as (sender, receiver):
         assert store.block_bytes == 2048
         sending = asyncio.create_task(sender.send([Segment(0, (1,))], 1))

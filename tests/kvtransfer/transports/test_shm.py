@@ -48,7 +48,7 @@ async def test_units_that_the_source_has_not_break_the_link_before_anything_is_r
     async with linked("shm", source, target) as (sender, receiver):
         message = memoryview(bytearray(4 * 2 + 16)).cast("i")
         message[0], message[1] = 1, outside
-        sender._thread.socket.sendall(message)
+        sender.thread.socket.sendall(message)
         with pytest.raises(ProtocolError, match="outside of its 4"):
             await receiver.receive([Segment(0, (5, 6))], 1)
         with pytest.raises(ConnectionLost, match="closed"):
