@@ -147,30 +147,25 @@ class ServeFleet:
     async def prefill(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> PrefillReply:
-        handle, directory = self._home(worker)
-        reply: PrefillReply = await self._call(handle.prefill, directory, worker, request, ticket, pull)
+        reply: PrefillReply = await self._call("prefill", worker, request, ticket, pull)
         return reply
 
     async def score_prompt(self, worker: Peer, request: GenerateRequest) -> PrefillReply:
-        handle, directory = self._home(worker)
-        reply: PrefillReply = await self._call(handle.score_prompt, directory, worker, request)
+        reply: PrefillReply = await self._call("score_prompt", worker, request)
         return reply
 
     async def decode(
         self, worker: Peer, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None = None
     ) -> DecodeReply:
-        handle, directory = self._home(worker)
-        reply: DecodeReply = await self._call(handle.decode, directory, worker, request, ticket, pull)
+        reply: DecodeReply = await self._call("decode", worker, request, ticket, pull)
         return reply
 
     async def probe_source(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> ProbeTimes:
-        handle, directory = self._home(worker)
-        times: ProbeTimes = await self._call(handle.probe_source, directory, worker, tickets, num_tokens)
+        times: ProbeTimes = await self._call("probe_source", worker, tickets, num_tokens)
         return times
 
     async def probe_target(self, worker: Peer, tickets: Sequence[Ticket], num_tokens: int) -> None:
-        handle, directory = self._home(worker)
-        await self._call(handle.probe_target, directory, worker, tickets, num_tokens)
+        await self._call("probe_target", worker, tickets, num_tokens)
 
     def _home(self, worker: Peer) -> tuple[DeploymentHandle, WorkerDirectory]:
         """The deployment that the worker is a replica of. Raises WorkerLeaving where it is in none."""
@@ -179,11 +174,12 @@ class ServeFleet:
                 return handle, directory
         raise WorkerLeaving(f"worker {worker.worker_id} is gone")
 
-    async def _call(self, method: DeploymentHandle, directory: WorkerDirectory, worker: Peer, *arguments: Any) -> Any:
+    async def _call(self, method: str, worker: Peer, *arguments: Any) -> Any:
         """Call `method` on exactly `worker`.
 
         Raises WorkerLost as soon as Serve tells that it has died, WorkerLeaving where it is not to be called any more.
         """
+        handle, directory = self._home(worker)
         departed: asyncio.Future[WorkerLost] = self._loop.create_future()
         calls = self._calls.setdefault(worker, set())
         calls.add(departed)
@@ -192,7 +188,7 @@ class ServeFleet:
             # After the future is in place: a departure from here on is seen.
             if worker not in directory:
                 raise WorkerLeaving(f"worker {worker.worker_id} is gone")
-            response = method.remote(worker, *arguments)
+            response = getattr(handle, method).remote(worker, *arguments)
             answer = asyncio.ensure_future(_result(response))
             try:
                 await asyncio.wait((answer, departed), return_when=asyncio.FIRST_COMPLETED)

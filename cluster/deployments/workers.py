@@ -204,24 +204,13 @@ def worker_options(settings: WorkerSettings, placement: Placement, *, grace_s: f
     }
 
 
-class StageHost:
+class StageHost(RankProcesses):
     """The actor: has the processes of one stage's ranks on its node, which see its GPUs."""
 
-    def __init__(self) -> None:
-        self._ranks = RankProcesses()
-
     async def start(self, orders: Sequence[RankOrder]) -> None:
-        """Start ranks as StageRanks.start does. They are reached at this node's address."""
+        """Start the ranks, which are reached at this node's address."""
         host = ray.util.get_node_ip_address()
-        await self._ranks.start([msgspec.structs.replace(order, host=host) for order in orders])
-
-    async def ended(self) -> str:
-        """Wait as StageRanks.ended does."""
-        return await self._ranks.ended()
-
-    async def close(self) -> None:
-        """Close as StageRanks.close does."""
-        await self._ranks.close()
+        await super().start([msgspec.structs.replace(order, host=host) for order in orders])
 
 
 class HostedStage:
