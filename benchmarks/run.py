@@ -45,17 +45,17 @@ from twostroke.cluster.local.server_process import (
     twostroke_server,
 )
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.capacity import SearchRange, capacity_of
+from twostroke.loadtests.capacity import SearchRange, find_capacity
 from twostroke.loadtests.commands.compare import figures_of
 from twostroke.loadtests.generator.alone import Sent, send
-from twostroke.loadtests.generator.run_facts import begin_facts, models_of, served_model, server_url
+from twostroke.loadtests.generator.run_facts import begin_facts, list_models, served_model, server_url
 from twostroke.loadtests.generator.runner import write_samples
 from twostroke.loadtests.plan import SLO, Arrivals, Closed, Plan, Poisson, Workload
 from twostroke.loadtests.report import words
-from twostroke.loadtests.report.checks import FIGURES, value_of
+from twostroke.loadtests.report.checks import FIGURES, figure_value
 from twostroke.loadtests.report.comparison import RunComparison, compare_rounds
 from twostroke.loadtests.report.figures import Summary, summarise
-from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder, line_of, make_folder, write, write_json
+from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder, make_folder, record_line, write, write_json
 from twostroke.protocol.errors import ConfigError
 
 PLANS = Path(__file__).with_name("plans")
@@ -228,7 +228,7 @@ class BenchRun:
         """Return one of `loadtest run --require`'s figures, or one of `more`; None where it is not known."""
         if name in self.more:
             return self.more[name]
-        return value_of(self.summary, name) if name in FIGURES else None
+        return figure_value(self.summary, name) if name in FIGURES else None
 
 
 class Bench:
@@ -346,7 +346,7 @@ class Bench:
         """Send a load, and leave a load test's folder of it."""
         run = RunFolder(folder)
         make_folder(folder)
-        facts = begin_facts(plan.url, models_of(plan.url))
+        facts = begin_facts(plan.url, list_models(plan.url))
         pids = descendants(server.process.pid) if server.process else None
         groups = {
             group: [pid for title in titles for pid in processes_named(title, pids)]
@@ -361,7 +361,7 @@ class Bench:
         health = GeneratorHealth(0, len(sent.records), sent.cpu_s, sent.wall_s)
         write_json(run.plan_path, plan)
         write_json(run.facts_path, msgspec.structs.replace(facts, generators=(health,), ended_early=False))
-        write(run.records_path(0), b"".join(map(line_of, sent.records)))
+        write(run.records_path(0), b"".join(map(record_line, sent.records)))
         summary = summarise(run)
         return BenchRun(summary, _more_figures(run, summary, sent, cpu_s | {"client": sent.cpu_s}))
 
@@ -378,7 +378,7 @@ class Bench:
         if not isinstance(plan.arrivals, Poisson):
             raise ConfigError(f"{plan.name}: search needs arrivals of type poisson, whose rate it begins with")
         start = plan.arrivals.rate
-        rate = capacity_of(attainment, target, SearchRange(start, 1.3, least=start / 8)) or min(runs)
+        rate = find_capacity(attainment, target, SearchRange(start, 1.3, least=start / 8)) or min(runs)
         nearest = min(runs, key=lambda one: abs(one - rate))
         return BenchRun(runs[nearest].summary, {**runs[nearest].more, "capacity": rate})
 

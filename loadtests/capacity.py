@@ -1,6 +1,6 @@
 """The capacity of a server: the highest rate at which an SLO is met, found by runs of one plan at different rates.
 
-`capacity_of` is the same search over any function from a rate to an attainment, which formulas and simulations have.
+`find_capacity` is the same search over any function from a rate to an attainment, which formulas and simulations have.
 
 Where attainment falls below a target is found by doubling and bisection. A search is repeated with other seeds, each on
 its own points, so that its results are independent measurements of the same capacity; from how much they differ follows
@@ -27,7 +27,7 @@ from twostroke.loadtests.run_folder import write_json
 
 # Student's t (W. S. Gosset, "The probable error of a mean", 1908): 97.5th percentile for 1, 2, ... degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-MOST_REPEATS = len(_T) + 1
+MAX_REPEATS = len(_T) + 1
 SWEEP_FILE = "sweep.json"
 
 
@@ -68,7 +68,7 @@ class SweepResult(msgspec.Struct, frozen=True):
         return any(point.valid for point in self.points)
 
 
-def point_of(rate: float, folder: str, summary: Summary) -> SweepPoint:
+def sweep_point(rate: float, folder: str, summary: Summary) -> SweepPoint:
     """A run's figures as a point of a sweep; a run without requests in its window met nothing."""
     estimates = summary.attainment, summary.ttft_attainment, summary.tpot_attainment, summary.goodput
     attainment, of_ttft, of_tpot, goodput = (estimate.value if estimate else 0.0 for estimate in estimates)
@@ -105,7 +105,7 @@ class _Point(Protocol):
 PointT = TypeVar("PointT", bound=_Point)
 
 
-def capacity_of(attainment: Callable[[float], float], target: float, search: SearchRange) -> float:
+def find_capacity(attainment: Callable[[float], float], target: float, search: SearchRange) -> float:
     """Return the highest rate at which `attainment` reaches `target`, and 0 where no rate does.
 
     `attainment` falls as the rate rises, or nearly so.
@@ -168,7 +168,7 @@ def crossing(measured: Sequence[_Point], target: float) -> Crossing | None:
 
 def interval(rates: Sequence[float]) -> tuple[float, float] | None:
     """95% for the mean of the rates' logarithms (rates are above 0), by Student's t; None of fewer than two."""
-    if not 2 <= len(rates) <= MOST_REPEATS:
+    if not 2 <= len(rates) <= MAX_REPEATS:
         return None
     logarithms = [math.log(rate) for rate in rates]
     half = _T[len(rates) - 2] * stdev(logarithms) / math.sqrt(len(rates))
@@ -306,7 +306,7 @@ class Sweep:
         )
         summary = self.run_at(plan, self.folder / name)
         self._longest_run_s = max(self._longest_run_s, self.clock() - began)
-        point = point_of(rate, name, summary)
+        point = sweep_point(rate, name, summary)
         self.points.append(point)
         self.num_workers = round(sum(summary.num_workers.values())) or None
         self.say(

@@ -135,7 +135,7 @@ class Template(msgspec.Struct, frozen=True, tag="template", forbid_unknown_field
 Workload = Synthetic | Fixed | Uniform | TraceFile | Chat | SharedPrompt | LongPrompts | Template
 
 
-MOST_LAG_OF_SLO = 0.05
+MAX_LAG_OF_SLO = 0.05
 
 
 class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,7 +149,7 @@ class SLO(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Largest P99 of the generator's lag in a valid run, in seconds; None without an SLO. A late request adds
         its lag to its TTFT alone, so the limit follows the TTFT where there is one."""
         limit_s = self.tpot_s if self.ttft_s is None else self.ttft_s
-        return None if limit_s is None else MOST_LAG_OF_SLO * limit_s
+        return None if limit_s is None else MAX_LAG_OF_SLO * limit_s
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

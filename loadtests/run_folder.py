@@ -82,14 +82,14 @@ _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Record)
 
 
-def line_of(record: Record) -> bytes:
+def record_line(record: Record) -> bytes:
     """Return the record as a line with its line end."""
     return _ENCODER.encode(record) + b"\n"
 
 
 def append(file: FileIO, record: Record) -> None:
     """Unbuffered, and a whole line or none. Raises LoadTestError where the disk has no room."""
-    line = line_of(record)
+    line = record_line(record)
     try:
         written = file.write(line)
         if written < len(line):

@@ -37,7 +37,7 @@ from twostroke.loadtests.generator.http_stream import (
     ClientExchange,
     Endpoint,
     StreamedAnswer,
-    endpoint_of,
+    make_endpoint,
     read_stream,
     stream,
 )
@@ -111,11 +111,11 @@ class LLMUser(User):
             stream(self.server.endpoint, request, exchange, self.request_limit_s)
         except BaseException:
             # The test ends. As with Locust's own clients this is no request, but what had come by now was measured.
-            live.tell_times(self.environment, _record_of(exchange, read_stream(exchange), time.monotonic()), name)
+            live.tell_times(self.environment, _locust_record(exchange, read_stream(exchange), time.monotonic()), name)
             raise
         end_s = time.monotonic()
         answer = read_stream(exchange, lambda: gevent.sleep(0))
-        record = _record_of(exchange, answer, end_s)
+        record = _locust_record(exchange, answer, end_s)
         live.tell_locust(self.environment, record, "POST", name, sum(len(data) for _, data in exchange.arrivals))
         if answer.status != "ok":
             gevent.sleep(UNANSWERED_S)
@@ -124,7 +124,7 @@ class LLMUser(User):
     def _look_up(self, host: str, model: str) -> TestedServer | None:
         url = server_url(host)
         try:
-            return TestedServer(endpoint_of(url, api_key()), served_model(url, model or None))
+            return TestedServer(make_endpoint(url, api_key()), served_model(url, model or None))
         except LoadTestError as error:
             reason = str(error)
         request = {"request_type": "GET", "name": "/v1/models", "response_time": 0, "response_length": 0}
@@ -137,7 +137,7 @@ class LLMUser(User):
         return None
 
 
-def _record_of(exchange: ClientExchange, answer: StreamedAnswer, end_s: float) -> Record:
+def _locust_record(exchange: ClientExchange, answer: StreamedAnswer, end_s: float) -> Record:
     """Make a record whose request was due when it was sent: in a closed loop nothing is scheduled."""
     return Record(
         session=0,

@@ -21,12 +21,12 @@ from twostroke.loadtests.capacity import at_rate
 from twostroke.loadtests.generator.run_facts import served_model
 from twostroke.loadtests.generator.runner import run_plan
 from twostroke.loadtests.plan import SLO, Closed, LongPrompts, Plan, Poisson, Workload
-from twostroke.loadtests.report.figures import read_observations, summary_of
+from twostroke.loadtests.report.figures import read_observations, summarise_observations
 from twostroke.loadtests.run_folder import Record
-from twostroke.planning.costs.drafted_steps import repeated_of
+from twostroke.planning.costs.drafted_steps import repeated_share
 from twostroke.planning.costs.profiles import write_profile
 from twostroke.planning.exact import simulate_plan
-from twostroke.planning.layouts import Layout, Mode, mode_of
+from twostroke.planning.layouts import Layout, Mode, router_mode
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role, StepCosts, typical
 from twostroke.router.routing.chooser import PathConfig
@@ -132,7 +132,7 @@ def records_of(plan: Plan, folder: Path) -> list[Record]:
     """Carry out the plan and return its records. Raises LoadTestError where the run is no measurement of the server."""
     run = run_plan(plan, folder, show=False)
     records = list(run.records())
-    validity = summary_of(plan, run.facts(), read_observations(records), ()).validity
+    validity = summarise_observations(plan, run.facts(), read_observations(records), ()).validity
     if not validity.valid:
         raise LoadTestError(f"the load on {plan.url} says nothing of the server: {'; '.join(validity.reasons)}")
     return records
@@ -227,7 +227,7 @@ class DraftCounters(NamedTuple):
     def repeated_since(self, url: str) -> float:
         """Return the share of the answers since then that repeats earlier text."""
         now = DraftCounters.of(url)
-        return repeated_of(now.accepted - self.accepted, now.generated - self.generated)
+        return repeated_share(now.accepted - self.accepted, now.generated - self.generated)
 
 
 def against(
@@ -251,7 +251,7 @@ def against(
         say(f"{role}: {msgspec.json.encode(profile).decode()}")
     roles = [one["role"] for one in fetch_status(url)["workers"]]
     prefill, decode = roles.count("prefill"), roles.count("decode")
-    mode = mode_of(prefill, router or PathConfig())
+    mode = router_mode(prefill, router or PathConfig())
     layout, cells = layout_of(profiles, prefill, decode, mode), list[Cell]()
     plan = plan_for(url, workload[1], seconds, seed + 1, longest)
     for line in HEAD:

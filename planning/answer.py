@@ -74,7 +74,7 @@ def fleet_words(layout: Layout) -> str:
     return f"{layout.mode}: {' and '.join([*parts, f'{layout.num_decode} decode on {worker(layout.decode)}'])}"
 
 
-def answer_of(
+def planned_layout(
     planned: Planned, workload: Workload, promise: SLOTargets, rate: float | None, *, is_simulated: bool
 ) -> PlannedLayout:
     """`rate`: what is asked of it, where that is less than it serves; cost follows what is served."""
@@ -85,7 +85,7 @@ def answer_of(
     return PlannedLayout(layout, goodput, is_simulated, binds, cost)
 
 
-def settings_of(
+def layout_settings(
     layout: Layout, model: str, promise: SLOTargets, *, kv_cache_dtype: str, on_cpu: bool
 ) -> dict[str, Any]:
     """A configuration file's content. Workers of different GPUs find theirs by the node label `gpu`."""
@@ -143,7 +143,7 @@ def sensitivities(
             for factor in factors:
                 value = base * factor**direction
                 planned = search_at(value)
-                if planned is not None and _kind_of(planned.layout) != _kind_of(chosen):
+                if planned is not None and _layout_kind(planned.layout) != _layout_kind(chosen):
                     found = True
                     yield f"{name} {word} about {value:.3g} {unit}: {fleet_words(planned.layout)}"
                     break
@@ -182,15 +182,15 @@ def sensitivities(
         for name, price in hardware.items():
 
             def at_price(value: float, name: str = name, price: float = price) -> Planned | None:
-                readers, writers = (_at_price(profiles, name, value / price) for profiles in (prefill, decode))
-                return best(FleetSearch(readers, writers, workload, promise, budget, modes), rate)
+                prefills, decodes = (_at_price(profiles, name, value / price) for profiles in (prefill, decode))
+                return best(FleetSearch(prefills, decodes, workload, promise, budget, modes), rate)
 
             yield from first_other(f"a price of {name}", "USD an hour", price, PRICE_FACTORS, at_price)
     if not found:
         yield "nothing near: the same profile of layout wins at all rates, promises and prices that were tried"
 
 
-def _kind_of(layout: Layout) -> tuple[str, str, str]:
+def _layout_kind(layout: Layout) -> tuple[str, str, str]:
     """Quantisation aside: mode, and GPUs by role."""
     prefill = "" if layout.prefill is None else layout.prefill.hardware
     return layout.mode, prefill, layout.decode.hardware

@@ -129,13 +129,13 @@ class BaselineWorker:
             if not self._waiting and not self._running:
                 now_s = max(now_s, jobs[coming].ready_s)
             while coming < len(jobs) and jobs[coming].ready_s <= now_s:
-                jobs[coming].turn = self._turn_of(jobs[coming])
+                jobs[coming].turn = self._turn_at(jobs[coming])
                 self._wait(jobs[coming])
                 coming += 1
             self._admit()
             now_s = self._step(now_s)
 
-    def _turn_of(self, job: BaselineJob) -> float:
+    def _turn_at(self, job: BaselineJob) -> float:
         match self._order:
             case "edf":
                 return job.deadline_s

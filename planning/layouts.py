@@ -8,24 +8,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from twostroke.loadtests.capacity import SearchRange, capacity_of
-from twostroke.planning.costs.drafted_steps import step_of
+from twostroke.loadtests.capacity import SearchRange, find_capacity
+from twostroke.planning.costs.drafted_steps import drafted_step
 from twostroke.planning.costs.roofline import usd_per_million
 from twostroke.planning.queueing import (
     HANDOVER_S,
-    NOTHING,
-    Met,
-    decoding,
+    NONE_MET,
+    ExpectedAttainment,
+    decode_attainment,
     idle_share,
     late_s,
-    mixed,
-    reading,
+    mixed_attainment,
+    prefill_attainment,
 )
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.router.routing.chooser import PathConfig
 from twostroke.worker.profile import WorkerProfile
 
-Work = Literal["read", "write", "both"]
+Work = Literal["prefill", "decode", "both"]
 Mode = Literal["aggregated", "disaggregated", "hybrid", "fixed"]
 """aggregated: decode workers compute all prompts; disaggregated: none; hybrid: workers of either role compute prompts
 and write answers where that is quicker; fixed: the same, but only decode workers write answers."""
@@ -42,7 +42,7 @@ def router_settings(mode: Mode) -> dict[str, Any]:
     return {"decodes_alone": mode != "disaggregated", "roles": "fixed" if has_fixed_roles else "flexible"}
 
 
-def mode_of(num_prefill: int, config: PathConfig) -> Mode:
+def router_mode(num_prefill: int, config: PathConfig) -> Mode:
     """Return the mode of a server with these settings of its router."""
     if not num_prefill:
         return "aggregated"
@@ -85,47 +85,53 @@ class Layout:
         """Return what layouts that differ only in numbers have in common."""
         return self.mode, "" if self.prefill is None else self.prefill.name, self.decode.name
 
-    def met(self, workload: Workload, promise: SLOTargets, rate: float) -> Met:
+    def met(self, workload: Workload, promise: SLOTargets, rate: float) -> ExpectedAttainment:
         """Return what is on time at `rate` requests a second."""
         if self.prefill is None:
-            return mixed(self.decode, self.num_decode, workload, promise, rate, rate)
+            return mixed_attainment(self.decode, self.num_decode, workload, promise, rate, rate)
         if self.mode == "disaggregated":
             return self._apart(self.prefill, workload, promise, rate)
         return self._shared(self.prefill, workload, promise, rate)
 
-    def _apart(self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float) -> Met:
-        read = reading(prefill, self.num_prefill, workload, promise, rate)
+    def _apart(
+        self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float
+    ) -> ExpectedAttainment:
+        read = prefill_attainment(prefill, self.num_prefill, workload, promise, rate)
         lates = [
             late_s(prefill, prompt, rate / self.num_prefill, workload.mean_prompt, self.decode.copies)
             for prompt, _ in workload.strata
         ]
-        written = decoding(self.decode, self.num_decode, workload, promise, rate, lates)
-        return Met(read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds)
+        written = decode_attainment(self.decode, self.num_decode, workload, promise, rate, lates)
+        return ExpectedAttainment(
+            read.ttft, written.tpot, written.room, written.batch, read.ttft_binds, written.tpot_binds
+        )
 
-    def _shared(self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float) -> Met:
+    def _shared(
+        self, prefill: WorkerProfile, workload: Workload, promise: SLOTargets, rate: float
+    ) -> ExpectedAttainment:
         """Prompts go where they are read sooner, until both ways take as long (Wardrop 1952).
 
         Idle prefill workers write answers, unless roles are fixed.
         """
-        written = self._written_by_prefill(prefill, workload, rate) if self.mode == "hybrid" else 0.0
+        written = self._answers_by_prefill(prefill, workload, rate) if self.mode == "hybrid" else 0.0
         low, high = 0.0, 1.0  # of prompts that decode workers read
-        read = both = NOTHING
+        read = both = NONE_MET
         share = 0.0
         for _ in range(HALVINGS):
             share = (low + high) / 2
-            read = reading(prefill, self.num_prefill, workload, promise, rate * (1 - share))
-            both = mixed(self.decode, self.num_decode, workload, promise, rate - written, rate * share)
+            read = prefill_attainment(prefill, self.num_prefill, workload, promise, rate * (1 - share))
+            both = mixed_attainment(self.decode, self.num_decode, workload, promise, rate - written, rate * share)
             low, high = (share, high) if read.ttft_s > both.ttft_s else (low, share)
         ttft = read.ttft * (1 - share) + both.ttft * share
-        return Met(ttft, both.tpot, both.room, both.batch, read.ttft_binds, both.tpot_binds)
+        return ExpectedAttainment(ttft, both.tpot, both.room, both.batch, read.ttft_binds, both.tpot_binds)
 
-    def _written_by_prefill(self, prefill: WorkerProfile, workload: Workload, rate: float) -> float:
+    def _answers_by_prefill(self, prefill: WorkerProfile, workload: Workload, rate: float) -> float:
         """Return how many answers a second prefill workers write: each one at a time while it is idle.
 
         The router sends no more there, since streams with a promise would wait for steps of prompts.
         """
         idle = idle_share(prefill, self.num_prefill, workload, rate)
-        each_s = workload.mean_answer * step_of(prefill, 1, workload.mean_context).token_s
+        each_s = workload.mean_answer * drafted_step(prefill, 1, workload.mean_context).token_s
         return min(idle * rate, idle * self.num_prefill / each_s)
 
     def goodput(self, workload: Workload, promise: SLOTargets, near: float = 1.0) -> float:
@@ -140,13 +146,13 @@ class Layout:
         return usd_per_million(self.usd_per_hour, rate * workload.mean_answer)
 
 
-def highest_rate(met: Callable[[float], Met], promise: SLOTargets, near: float = 1.0) -> float:
+def highest_rate(met: Callable[[float], ExpectedAttainment], promise: SLOTargets, near: float = 1.0) -> float:
     """Return the most requests a second at which what is `met` keeps the promise, and 0 where no rate does.
 
     `near` is a guess, from which on the rate is sought.
     """
     search = SearchRange(near, factor=STEP, precision=PRECISION, least=1e-6 * near, most=1e9)
-    return capacity_of(lambda rate: met(rate).attainment(promise), 1.0, search)
+    return find_capacity(lambda rate: met(rate).attainment(promise), 1.0, search)
 
 
 class Pools:
@@ -158,16 +164,16 @@ class Pools:
         self._lates = [HANDOVER_S] * len(workload.strata)
         self._known: dict[tuple[Work, str], dict[int, float]] = defaultdict(dict)
 
-    def met(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> Met:
+    def met(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> ExpectedAttainment:
         """Return what is on time where `count` workers do the work and nothing else limits them."""
         workload, promise = self._workload, self._promise
         match work:
-            case "read":
-                return reading(profile, count, workload, promise, rate)
-            case "write":
-                return decoding(profile, count, workload, promise, rate, self._lates)
+            case "prefill":
+                return prefill_attainment(profile, count, workload, promise, rate)
+            case "decode":
+                return decode_attainment(profile, count, workload, promise, rate, self._lates)
             case "both":
-                return mixed(profile, count, workload, promise, rate, rate)
+                return mixed_attainment(profile, count, workload, promise, rate, rate)
 
     def holds(self, work: Work, profile: WorkerProfile, count: int, rate: float) -> bool:
         """Return whether so many workers keep the promise at a rate."""

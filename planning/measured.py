@@ -27,7 +27,7 @@ from twostroke.loadtests.report.pages import write_report
 from twostroke.planning.against import DraftCounters, learn
 from twostroke.planning.costs.profiles import among_busy, write_profile
 from twostroke.planning.layouts import Layout, Mode, router_settings
-from twostroke.planning.trials import shares_of, simulated_capacity
+from twostroke.planning.trials import attained_shares, simulated_capacity
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import Role
@@ -75,7 +75,7 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def server_of(candidate: Candidate, settings: Mapping[str, Any]) -> Iterator[str]:
+def candidate_server(candidate: Candidate, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a server's URL once its workers take requests; it has ended when the context has. Raises ServerFailed.
 
     `settings` are those of a configuration file.
@@ -110,13 +110,13 @@ def capacity_by_simulation(
     layout: Layout, workload: Workload, promise: SLOTargets, first: float, seed: int = 0, target: float = TARGET
 ) -> float:
     """Return the rate at which `target` of the requests meet both times in the coarse simulation."""
-    return simulated_capacity(lambda rate: shares_of(layout, workload, promise, rate, seed).both, first, target)
+    return simulated_capacity(lambda rate: attained_shares(layout, workload, promise, rate, seed).both, first, target)
 
 
 def measure(
     candidate: Candidate,
     settings: Mapping[str, Any],
-    plan_of: Callable[[str], Plan],
+    make_plan: Callable[[str], Plan],
     sample: Workload,
     folder: Path,
     say: Callable[[str], None],
@@ -127,13 +127,13 @@ def measure(
 ) -> Measured:
     """Serve the candidate, learn its costs, and find its capacity, or measure these rates alone.
 
-    `plan_of` makes the plan for a server's URL. Raises ConfigError, LoadTestError and OSError.
+    `make_plan` makes the plan for a server's URL. Raises ConfigError, LoadTestError and OSError.
     """
     say(f"{candidate.name}: starting {candidate.prefill} prefill and {candidate.decode} decode workers")
-    with server_of(candidate, settings) as url:
+    with candidate_server(candidate, settings) as url:
         profiles = learn(url, folder / f"learning-{time.time_ns()}", seconds=learn_s, seed=0)
         _write_profiles(folder, profiles)
-        plan = plan_of(url)
+        plan = make_plan(url)
         expected = capacity_by_simulation(candidate.layout(profiles), sample, _promise(plan.slo), 1.0)
         say(f"{candidate.name}: {expected:.3g} requests a second are expected")
         counters = DraftCounters.of(url)

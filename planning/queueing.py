@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.planning.costs.drafted_steps import step_of
+from twostroke.planning.costs.drafted_steps import drafted_step
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.worker.profile import WorkerProfile
 
 HANDOVER_S = 0.002  # of a prompt's last piece of KV, the bytes aside
 JOIN_STEPS = 1.5  # that a new row waits for: the one that runs, and mostly the one scheduled ahead
-PACE = DecodeConfig().tpot_safety  # of the promised time a token, that a step is planned to take
-LEAST_CHUNK = DecodeConfig().min_chunk_tokens  # prompt tokens of such a step, whatever time they take
+TPOT_SAFETY = DecodeConfig().tpot_safety  # of the promised time a token, that a step is planned to take
+MIN_CHUNK = DecodeConfig().min_chunk_tokens  # prompt tokens of such a step, whatever time they take
 LINK_SHARE = 0.9  # of a link's bytes, that KV may take before it waits for the link
 LATE_SHARE = 0.05  # of all answers, that miss their promise for nothing but late KV: then the link binds
-SEEN = 2 / 3
+VARIANCE_SHARE = 2 / 3
 """Part of a batch's variance at one moment that is left in its mean over one answer's time. The batch of
 M/D/infinity correlates by 1 - t / T, whose double integral over an answer is 2/3."""
 FULL = 0.01  # of the time that a batch may be the largest
@@ -35,7 +35,7 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class Met:
+class ExpectedAttainment:
     """Shares of requests that are on time, and what limits them."""
 
     ttft: float
@@ -60,7 +60,7 @@ class Met:
         return min(slack, key=lambda name: (slack[name], name))
 
 
-NOTHING = Met(0.0, 0.0, 0.0)
+NONE_MET = ExpectedAttainment(0.0, 0.0, 0.0)
 
 
 def erlang_c(servers: int, load: float) -> float:
@@ -86,7 +86,7 @@ class WaitTime:
         return float(np.where(seconds < 0, 0.0, 1.0 - late).mean())
 
 
-def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> WaitTime | None:
+def queue_wait(rate: float, servers: int, mean_s: float, square_s: float) -> WaitTime | None:
     """Return the wait at an M/G/n queue with the given mean and mean square of service; None where it grows without
     bound.
 
@@ -100,16 +100,16 @@ def wait_of(rate: float, servers: int, mean_s: float, square_s: float) -> WaitTi
     return WaitTime(chance, chance / (servers / mean_s - rate) * variation / 2)
 
 
-def read_alone_s(profile: WorkerProfile, prompt: int) -> float:
+def prefill_alone_s(profile: WorkerProfile, prompt: int) -> float:
     """A prompt's time at an idle prefill worker."""
     return profile.costs.prefill_s(prompt, 0, profile.step_tokens)
 
 
-def _read_busy_s(profile: WorkerProfile, prompt: int) -> float:
+def _prefill_busy_s(profile: WorkerProfile, prompt: int) -> float:
     """Return the seconds that a prompt adds where others wait: steps are full and share the time of reading the
     weights."""
     steps = -(-prompt // profile.step_tokens)
-    return read_alone_s(profile, prompt) - profile.costs.weights_s * (steps - prompt / profile.step_tokens)
+    return prefill_alone_s(profile, prompt) - profile.costs.weights_s * (steps - prompt / profile.step_tokens)
 
 
 def late_s(sender: WorkerProfile, prompt: int, rate_each: float, mean_prompt: float, copies: int = 1) -> float:
@@ -146,7 +146,7 @@ def _drafts(
 ) -> tuple[Floats, Floats]:
     """Return the seconds that drafts add to steps of 1, 2, ... rows, and the tokens of a request in such a step."""
     counts = range(1, profile.max_batch + 1)
-    steps = [step_of(profile, rows, context, pace_s, has_prompts=has_prompts) for rows in counts]
+    steps = [drafted_step(profile, rows, context, pace_s, has_prompts=has_prompts) for rows in counts]
     return np.array([one.drafted_s for one in steps]), np.array([one.tokens for one in steps])
 
 
@@ -164,12 +164,12 @@ class BatchSizes:
     def variance(self) -> float:
         return float(self.chances @ np.arange(len(self.chances)) ** 2) - self.mean**2
 
-    def sum_of(self, mean: float, square: float) -> tuple[float, float]:
+    def batch_sum(self, mean: float, square: float) -> tuple[float, float]:
         """Mean and variance of what all rows have together, of whom each has `mean`, and of its square `square`."""
         return self.mean * mean, self.mean * (square - mean * mean) + self.variance * mean * mean
 
 
-def batch_of(
+def batch_sizes(
     profile: WorkerProfile, workload: Workload, rate: float, pace_s: float = 0.0, share: float = 0.0
 ) -> BatchSizes | None:
     """Return the batch at `rate` requests a second; for `share` of the time steps have prompts, and take `pace_s` at
@@ -203,9 +203,9 @@ def _within(mean: float, variance: float, most: float) -> float:
     return _NORMAL.cdf(((most / mean) ** (1 / 3) - 1 + ninth) / math.sqrt(ninth))
 
 
-def room_of(profile: WorkerProfile, workload: Workload, batch: BatchSizes) -> float:
+def room_chance(profile: WorkerProfile, workload: Workload, batch: BatchSizes) -> float:
     """The chance that the cache holds all rows; requests as they are met in it."""
-    return _within(*batch.sum_of(*workload.held), profile.kv_tokens)
+    return _within(*batch.batch_sum(*workload.held), profile.kv_tokens)
 
 
 def _steps_within(
@@ -221,15 +221,15 @@ def _steps_within(
     of_row = costs.row_s + workload.mean_context * costs.context_s
     square = costs.row_s * (costs.row_s + 2 * workload.mean_context * costs.context_s)
     square += workload.context_square * costs.context_s**2
-    mean, variance = batch.sum_of(of_row, square)
+    mean, variance = batch.batch_sum(of_row, square)
     reading_s = costs.reading_s(batch.mean + 1)
-    step = step_of(profile, batch.mean + 1, workload.mean_context, pace_s)
+    step = drafted_step(profile, batch.mean + 1, workload.mean_context, pace_s)
     part = step.token_s / step.plain_s
     mean, variance = part * mean, part * part * variance
     met = 0.0
     for (prompt, answer), limit_s in zip(workload.strata, limits_s, strict=True):
         own_s = costs.row_s + (prompt + answer / 2) * costs.context_s
-        met += 1.0 if answer == 1 else _within(mean, SEEN * variance, limit_s - part * (reading_s + own_s))
+        met += 1.0 if answer == 1 else _within(mean, VARIANCE_SHARE * variance, limit_s - part * (reading_s + own_s))
     return met / len(limits_s)
 
 
@@ -239,14 +239,14 @@ def _step_binds(profile: WorkerProfile, batch: float, context: float) -> str:
     return "FLOPs" if computing_s > rows_s(profile, batch, context) / 2 else "bandwidth"
 
 
-def decoding(
+def decode_attainment(
     profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float, lates: list[float]
-) -> Met:
+) -> ExpectedAttainment:
     """Decode workers that only write. `lates`: of each of the workload's strata, when its KV is there."""
-    pace_s = promise.tpot_s * PACE
-    batch = batch_of(profile, workload, rate / count, pace_s)
+    pace_s = promise.tpot_s * TPOT_SAFETY
+    batch = batch_sizes(profile, workload, rate / count, pace_s)
     if batch is None:
-        return replace(NOTHING, ttft=1.0, tpot_binds=_step_binds(profile, profile.max_batch, workload.mean_context))
+        return replace(NONE_MET, ttft=1.0, tpot_binds=_step_binds(profile, profile.max_batch, workload.mean_context))
     step_s = rows_s(profile, batch.mean + 1, workload.mean_context)
     limits = [
         promise.tpot_s - (late_s + JOIN_STEPS * step_s) / max(1, answer - 1)
@@ -255,32 +255,36 @@ def decoding(
     met = _steps_within(profile, workload, batch, limits, pace_s)
     is_late = _steps_within(profile, workload, batch, [promise.tpot_s] * len(limits), pace_s) - met > LATE_SHARE
     binds = "link" if is_late else _step_binds(profile, batch.mean, workload.mean_context)
-    return Met(1.0, met, room_of(profile, workload, batch), batch.mean, tpot_binds=binds)
+    return ExpectedAttainment(1.0, met, room_chance(profile, workload, batch), batch.mean, tpot_binds=binds)
 
 
 @lru_cache(maxsize=64)
-def _read_s(profile: WorkerProfile, strata: tuple[tuple[int, int], ...]) -> tuple[Floats, Floats, Floats]:
+def _prefill_times_s(profile: WorkerProfile, strata: tuple[tuple[int, int], ...]) -> tuple[Floats, Floats, Floats]:
     """Return the seconds of each stratum's prompt: alone, where others wait, and beside rows, which read the weights
     anyway."""
-    alone = np.array([read_alone_s(profile, prompt) for prompt, _ in strata])
-    busy = np.array([_read_busy_s(profile, prompt) for prompt, _ in strata])
+    alone = np.array([prefill_alone_s(profile, prompt) for prompt, _ in strata])
+    busy = np.array([_prefill_busy_s(profile, prompt) for prompt, _ in strata])
     return alone, busy, np.array([profile.costs.prompt_s(prompt) for prompt, _ in strata])
 
 
-def reading(profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float) -> Met:
+def prefill_attainment(
+    profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float
+) -> ExpectedAttainment:
     """Prefill workers, of all of them together."""
-    alone, times, _ = _read_s(profile, workload.strata)
-    wait = wait_of(rate, count, float(times.mean()), float((times**2).mean()))
+    alone, times, _ = _prefill_times_s(profile, workload.strata)
+    wait = queue_wait(rate, count, float(times.mean()), float((times**2).mean()))
     binds = "FLOPs" if profile.costs.prompt_s(int(workload.mean_prompt)) > profile.costs.weights_s else "bandwidth"
     if wait is None:
-        return replace(NOTHING, tpot=1.0, room=1.0, ttft_binds=binds)
+        return replace(NONE_MET, tpot=1.0, room=1.0, ttft_binds=binds)
     met = wait.share_within(promise.ttft_s - profile.overhead_s - alone)
-    return Met(met, 1.0, 1.0, ttft_binds=binds, ttft_s=profile.overhead_s + wait.mean_s + float(alone.mean()))
+    return ExpectedAttainment(
+        met, 1.0, 1.0, ttft_binds=binds, ttft_s=profile.overhead_s + wait.mean_s + float(alone.mean())
+    )
 
 
 def idle_share(profile: WorkerProfile, count: int, workload: Workload, rate: float) -> float:
     """Return the part of their time that prefill workers have no prompt."""
-    _, times, _ = _read_s(profile, workload.strata)
+    _, times, _ = _prefill_times_s(profile, workload.strata)
     return max(0.0, 1.0 - rate * float(times.mean()) / count)
 
 
@@ -290,26 +294,26 @@ def _stretches(profile: WorkerProfile, context: float, pace_s: float, token_s: f
     tokens."""
     beside_s = _steps_s(profile, context)
     longest_s = beside_s + np.maximum(1.0, profile.step_tokens - np.arange(1, len(beside_s) + 1)) * token_s
-    steps_s = np.maximum(np.minimum(pace_s, longest_s), beside_s + LEAST_CHUNK * token_s)
+    steps_s = np.maximum(np.minimum(pace_s, longest_s), beside_s + MIN_CHUNK * token_s)
     return (steps_s + _drafts(profile, context, pace_s, has_prompts=True)[0]) / (steps_s - beside_s)
 
 
-def mixed(
+def mixed_attainment(
     profile: WorkerProfile, count: int, workload: Workload, promise: SLOTargets, rate: float, read_rate: float
-) -> Met:
+) -> ExpectedAttainment:
     """Workers that write `rate` answers a second, all of them together, and read the prompts of `read_rate`.
 
-    Beside n rows a step takes up to PACE of the promise, and reads in what the rows leave of it.
+    Beside n rows a step takes up to TPOT_SAFETY of the promise, and reads in what the rows leave of it.
     """
-    costs, context, pace_s = profile.costs, workload.mean_context, promise.tpot_s * PACE
+    costs, context, pace_s = profile.costs, workload.mean_context, promise.tpot_s * TPOT_SAFETY
     prompt = max(1, int(workload.mean_prompt))
-    alone, _, beside = _read_s(profile, workload.strata)
+    alone, _, beside = _prefill_times_s(profile, workload.strata)
     stretches = _stretches(profile, context, pace_s, costs.prompt_s(prompt) / prompt)
     busy = 0.0
     while True:  # it rises to the least fixed point
-        batch = batch_of(profile, workload, rate / count, pace_s, busy)
+        batch = batch_sizes(profile, workload, rate / count, pace_s, busy)
         if batch is None:
-            return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=_step_binds(profile, profile.max_batch, context))
+            return replace(NONE_MET, ttft_binds="FLOPs", tpot_binds=_step_binds(profile, profile.max_batch, context))
         idle, with_rows = float(batch.chances[0]), batch.chances[1:]
         times = idle * alone + float(with_rows @ stretches) * beside
         new = min(1.0, read_rate / count * float(times.mean()))
@@ -317,16 +321,16 @@ def mixed(
             break
         busy = new
     squares = idle * alone**2 + float(with_rows @ stretches**2) * beside**2
-    wait = wait_of(read_rate, count, float(times.mean()), float(squares.mean()))
+    wait = queue_wait(read_rate, count, float(times.mean()), float(squares.mean()))
     beside_s = rows_s(profile, batch.mean, context)
     tpot_binds = _step_binds(profile, batch.mean, context)
     if wait is None:
-        return replace(NOTHING, ttft_binds="FLOPs", tpot_binds=tpot_binds)
+        return replace(NONE_MET, ttft_binds="FLOPs", tpot_binds=tpot_binds)
     joined_s = (1 - idle) * beside_s / 2  # until the step that runs has ended
-    return Met(
+    return ExpectedAttainment(
         wait.share_within(promise.ttft_s - profile.overhead_s - times - joined_s),
         _steps_within(profile, workload, batch, [promise.tpot_s] * len(times), pace_s),
-        room_of(profile, workload, batch),
+        room_chance(profile, workload, batch),
         batch.mean,
         ttft_binds="FLOPs" if costs.prompt_s(prompt) > beside_s else "bandwidth",
         tpot_binds=tpot_binds,

@@ -21,9 +21,9 @@ from twostroke.loadtests.report.chart import (
     Plot,
     in_our_style,
     level_lines,
+    make_plot,
     panels,
     percent_axis,
-    plot_of,
     series_colour,
 )
 from twostroke.loadtests.report.pages import write_plots
@@ -61,7 +61,7 @@ def capacities(modes: Mapping[str, Mapping[str, Any]]) -> Plot:
     chart.invert_yaxis()
     chart.grid(visible=False, axis="y")
     chart.set_xlabel("requests a second within the SLO (solid: measured; hatched: simulated)")
-    return plot_of("capacity-by-mode", "What each mode serves", "90% of the requests meet both times.", figure)
+    return make_plot("capacity-by-mode", "What each mode serves", "90% of the requests meet both times.", figure)
 
 
 @in_our_style
@@ -76,7 +76,7 @@ def by_length(swept: Swept) -> Plot:
     chart.set_xlabel("tokens of each prompt")
     chart.set_ylabel("requests a second")
     caption = "Simulated. Where lines cross, another mode is the one to choose; a line ends where nothing is held."
-    return plot_of("capacity-by-prompt-length", "Capacity against prompt length", caption, figure)
+    return make_plot("capacity-by-prompt-length", "Capacity against prompt length", caption, figure)
 
 
 @in_our_style
@@ -88,7 +88,9 @@ def by_rate(swept: Swept) -> Plot:
     percent_axis(axes[0, 0])
     axes[0, 0].set_xlabel("requests a second")
     axes[0, 0].set_ylabel("SLO attainment")
-    return plot_of("attainment-by-rate", "Attainment against rate", "Simulated, the workload as it was asked.", figure)
+    return make_plot(
+        "attainment-by-rate", "Attainment against rate", "Simulated, the workload as it was asked.", figure
+    )
 
 
 def _lines(chart: Any, swept: Swept) -> None:
@@ -117,7 +119,7 @@ def by_ratio(split: Sequence[tuple[int, int, float]], aggregated: float) -> Plot
     chart.set_ylabel("requests a second")
     chart.legend(loc="upper right")
     caption = "Simulated, disaggregated, each worker on a machine of its own. Too few of one role bind the other."
-    return plot_of("capacity-by-ratio", "Capacity against the ratio of workers", caption, figure)
+    return make_plot("capacity-by-ratio", "Capacity against the ratio of workers", caption, figure)
 
 
 @in_our_style
@@ -144,7 +146,7 @@ def memory(layout: Layout, workload: Workload, promise: SLOTargets, rate: float)
         chart.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     chart.legend(loc="upper left", ncols=2)
     caption = "Simulated. Decode workers hold KV until the answer ends."
-    return plot_of("kv-memory", "KV memory over time", caption, figure)
+    return make_plot("kv-memory", "KV memory over time", caption, figure)
 
 
 @in_our_style
@@ -163,7 +165,7 @@ def cost(curves: Mapping[Mode, Sequence[tuple[float, float]]], slo: SLO, unit: s
     chart.set_ylabel(f"{unit} a million tokens")
     chart.legend()
     caption = "Simulated, each mode at its capacity. A line begins where the mode holds the SLO at any rate."
-    return plot_of("cost-by-slo", "Cost against SLO", caption, figure)
+    return make_plot("cost-by-slo", "Cost against SLO", caption, figure)
 
 
 _STYLE = (

@@ -25,10 +25,10 @@ from twostroke.worker.profile import WorkerProfile
 
 RANKS = (1, 2, 4, 8)
 MEMORY_SHARE = 0.9  # of a GPU, as gpu_memory_utilization is
-MOST_GPUS = 64  # where nobody says
+MAX_GPUS = 64  # where nobody says
 BLOCK_SIZES = (16, 32, 64, 128)
 BLOCK_WASTE = 0.02  # of a request's KV, that its last block may leave empty: longer blocks are fewer pieces on a link
-WHOLE = 10  # layouts that are computed whole
+NUM_COMPUTED_WHOLE = 10  # layouts that are computed whole
 NAMES = {4.0: "float32", 2.0: "bfloat16", 1.0: "float8_e4m3fn"}
 
 
@@ -47,7 +47,7 @@ class PlanConstraints:
         return StepBounds(self.step_tokens, self.max_batch)
 
 
-def machine_of(
+def worker_hardware(
     hardware: Hardware,
     ranks: int,
     quantization: Quantization,
@@ -60,7 +60,7 @@ def machine_of(
     return WorkerHardware(hardware, ranks, held, terms.efficiency, shares_contexts)
 
 
-def fit_of(shape: ModelConfig, machine: WorkerHardware, terms: PlanConstraints) -> Fit:
+def model_fit(shape: ModelConfig, machine: WorkerHardware, terms: PlanConstraints) -> Fit:
     """Raises ConfigError where so many ranks can't share the model."""
     check_size(shape, machine.ranks)
     return fit(
@@ -81,7 +81,7 @@ def _weight_bytes(shape: ModelConfig, itemsize: int, quantization: Quantization,
     return weight_bytes(shape, itemsize, quantization, None, ParallelForm(ranks))
 
 
-def ranks_of(hardware: Hardware) -> Sequence[int]:
+def possible_ranks(hardware: Hardware) -> Sequence[int]:
     """Return how many ranks may share a model. A measured CPU is a whole machine, and no machine has two."""
     return RANKS if hardware.is_gpu else RANKS[:1]
 
@@ -95,13 +95,13 @@ def profiles_of(
 ) -> list[WorkerProfile]:
     """Return profiles of workers on such GPUs that have room for the workload's longest request."""
     found = []
-    for count in ranks_of(hardware):
+    for count in possible_ranks(hardware):
         # Latents can be on all ranks, or shared where all of them are attended to.
         ways = (False, True) if shape.kv_kinds == 1 and shape.index is None and count > 1 else (False,)
         for quantization, shares_contexts in product(quantizations, ways):
-            machine = machine_of(hardware, count, quantization, terms, shares_contexts=shares_contexts)
+            machine = worker_hardware(hardware, count, quantization, terms, shares_contexts=shares_contexts)
             try:
-                room = fit_of(shape, machine, terms)
+                room = model_fit(shape, machine, terms)
             except ConfigError:
                 continue
             if room.max_context >= workload.longest:
@@ -150,11 +150,11 @@ def nowhere(
     """Return the error that says why no worker has room, and what would be needed."""
     largest = max(hardware, key=lambda one: one.memory_bytes)
     needs = []
-    for count in ranks_of(largest):
+    for count in possible_ranks(largest):
         for quantization in ("auto", "int8", "int4"):
-            machine = machine_of(replace(largest, memory_bytes=1 << 50), count, quantization, terms)
+            machine = worker_hardware(replace(largest, memory_bytes=1 << 50), count, quantization, terms)
             try:
-                room = fit_of(shape, machine, terms)
+                room = model_fit(shape, machine, terms)
             except ConfigError:
                 continue
             rows = shape.kv_groups.blocks_of(workload.longest, 1, terms.step_tokens)
@@ -187,9 +187,9 @@ def check_floors(
     prompt = prompts[min(len(prompts) - 1, int(promise.ttft_share * len(prompts)))]
     machines = []
     for one in hardware:
-        for count in ranks_of(one):
+        for count in possible_ranks(one):
             for quantization in quantizations:
-                machine = machine_of(one, count, quantization, terms)
+                machine = worker_hardware(one, count, quantization, terms)
                 try:
                     check_size(shape, count)
                 except ConfigError:
@@ -219,7 +219,7 @@ class Budget:
 
     def most(self, profile: WorkerProfile, beside: float = 0.0, beside_usd: float = 0.0) -> int:
         """Return how many workers of a profile fit, where `beside` GPUs and `beside_usd` go elsewhere."""
-        gpus = MOST_GPUS if self.gpus is None and self.usd_per_hour is None else self.gpus
+        gpus = MAX_GPUS if self.gpus is None and self.usd_per_hour is None else self.gpus
         counts = [1 << 10]
         if gpus is not None:
             counts.append(int((gpus - beside) // profile.gpus))
@@ -288,12 +288,16 @@ class FleetSearch:
                 counts = self._pair(prefill, decode, target)
                 if counts is not None:
                     served = min(
-                        self._pools.rate("read", prefill, counts[0]), self._pools.rate("write", decode, counts[1])
+                        self._pools.rate("prefill", prefill, counts[0]), self._pools.rate("decode", decode, counts[1])
                     )
                     rough.append(Planned(Layout("disaggregated", decode, counts[1], prefill, counts[0]), served))
         rough.sort(key=lambda one: one.rank(rate), reverse=True)
-        chosen = rough[:WHOLE]
-        chosen += [replace(one, layout=hybrid) for one in chosen[: WHOLE // 2] for hybrid in self._hybrids(one, rate)]
+        chosen = rough[:NUM_COMPUTED_WHOLE]
+        chosen += [
+            replace(one, layout=hybrid)
+            for one in chosen[: NUM_COMPUTED_WHOLE // 2]
+            for hybrid in self._hybrids(one, rate)
+        ]
         planned = [
             replace(one, goodput=self.goodput(one.layout, one.goodput) * known.get(one.layout.structure, 1.0))
             for one in chosen
@@ -337,24 +341,24 @@ class FleetSearch:
         if most < 1:
             return None
 
-        def left(readers: int) -> int:
-            return self._budget.most(decode, readers * prefill.gpus, readers * prefill.usd_per_hour)
+        def left(num_prefill: int) -> int:
+            return self._budget.most(decode, num_prefill * prefill.gpus, num_prefill * prefill.usd_per_hour)
 
-        if rate is not None and pools.holds("read", prefill, most, rate):
-            readers = self._count("read", prefill, most, rate)
-            if left(readers) >= 1 and pools.holds("write", decode, left(readers), rate):
-                return readers, self._count("write", decode, left(readers), rate)
-        low, high = 1, most  # readers: what they serve rises with them, what is left for writers falls
+        if rate is not None and pools.holds("prefill", prefill, most, rate):
+            num_prefill = self._count("prefill", prefill, most, rate)
+            if left(num_prefill) >= 1 and pools.holds("decode", decode, left(num_prefill), rate):
+                return num_prefill, self._count("decode", decode, left(num_prefill), rate)
+        low, high = 1, most  # num_prefill: what they serve rises with them, what is left for writers falls
         while low < high:
             middle = (low + high) // 2
-            if pools.rate("read", prefill, middle) >= pools.rate("write", decode, left(middle)):
+            if pools.rate("prefill", prefill, middle) >= pools.rate("decode", decode, left(middle)):
                 high = middle
             else:
                 low = middle + 1
         tried = [count for count in (low - 1, low) if count >= 1 and left(count) >= 1]
         return max(
-            ((readers, left(readers)) for readers in tried),
-            key=lambda pair: min(pools.rate("read", prefill, pair[0]), pools.rate("write", decode, pair[1])),
+            ((num_prefill, left(num_prefill)) for num_prefill in tried),
+            key=lambda pair: min(pools.rate("prefill", prefill, pair[0]), pools.rate("decode", decode, pair[1])),
             default=None,
         )
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from twostroke.loadtests.capacity import SearchRange as CapacitySearch
-from twostroke.loadtests.capacity import capacity_of
-from twostroke.planning.answer import PlannedLayout, answer_of
+from twostroke.loadtests.capacity import find_capacity
+from twostroke.planning.answer import PlannedLayout, planned_layout
 from twostroke.planning.coarse.fleet import CoarseFleet, run
-from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.layouts import Layout, router_settings
 from twostroke.planning.search import FleetSearch, Planned, best_of_each
@@ -26,9 +26,9 @@ REQUESTS = 800
 """Minimum requests of a trial."""
 BATCHES = 4
 """Minimum requests of a trial, in what decode workers hold at once: the first find an empty fleet, and do not count."""
-MOST_REQUESTS = 6000
+MAX_REQUESTS = 6000
 STEP, PRECISION, LEAST = 1.2, 0.05, 0.01  # of a rate that is sought, and the part of the guess below which none is
-FEW = 6  # layouts that are simulated in each of the first two rounds; then the best one, until it is known
+NUM_SIMULATED = 6  # layouts that are simulated in each of the first two rounds; then the best one, until it is known
 ROUNDS = 10
 RUNNERS_UP = 4
 Structure = tuple[str, str, str]
@@ -59,7 +59,7 @@ def simulate(
         0.0,
         promise.ttft_s,
         promise.tpot_s,
-        router=LiveRouter(slo, **router_settings(layout.mode)),
+        router=SimulatedRouter(slo, **router_settings(layout.mode)),
         prefill_profile=None if sender is None else replace(sender, kv_bytes=layout.decode.copies * sender.kv_bytes),
     )
 
@@ -84,10 +84,12 @@ class AttainmentShares:
         return min(self.ttft / promise.ttft_share, self.tpot / promise.tpot_share)
 
 
-def shares_of(layout: Layout, workload: Workload, promise: SLOTargets, rate: float, seed: int = 0) -> AttainmentShares:
+def attained_shares(
+    layout: Layout, workload: Workload, promise: SLOTargets, rate: float, seed: int = 0
+) -> AttainmentShares:
     """Simulate the layout at a rate, and judge all but the first requests."""
     held = layout.met(workload, promise, rate).batch * layout.num_decode
-    count = min(MOST_REQUESTS, max(REQUESTS, int(BATCHES * held)))
+    count = min(MAX_REQUESTS, max(REQUESTS, int(BATCHES * held)))
     requests = requests_at(workload, rate, count, seed)
     simulate(layout, promise, requests)
     overhead_s = (layout.prefill or layout.decode).overhead_s
@@ -106,7 +108,7 @@ def simulated_capacity(
 ) -> float:
     """Return the highest rate whose simulation reaches the target; 0 where a hundredth of the expected does not."""
     search = CapacitySearch(expected, factor=STEP, precision=precision, least=LEAST * expected, most=1e9)
-    return capacity_of(attainment, target, search)
+    return find_capacity(attainment, target, search)
 
 
 def simulated_goodput(
@@ -115,7 +117,7 @@ def simulated_goodput(
     """Return the highest rate at which the simulated layout keeps both promises."""
 
     def attainment(rate: float) -> float:
-        shares = shares_of(layout, workload, promise, rate, seed)
+        shares = attained_shares(layout, workload, promise, rate, seed)
         say(f"{rate:.3g} requests a second: TTFT in time {shares.ttft:.1%}, TPOT {shares.tpot:.1%}")
         return shares.attainment(promise)
 
@@ -148,7 +150,7 @@ def decide(
     simulated: dict[Layout, float] = {}
     planned = search.best(rate, weights)
     for number in range(ROUNDS if simulates else 0):
-        unknown = [one for one in planned[: FEW if number < 2 else 1] if one.layout not in simulated]
+        unknown = [one for one in planned[: NUM_SIMULATED if number < 2 else 1] if one.layout not in simulated]
         if not unknown:
             break
         for one in unknown:
@@ -166,5 +168,5 @@ def decide(
         raise ConfigError("--slo: no layout within the budget keeps it at any rate: ask for more time, or allow more")
     tried = [Planned(layout, served) for layout, served in simulated.items() if served > 0]
     best = best_of_each(tried or planned, rate)[: 1 + RUNNERS_UP]
-    answers = [answer_of(one, workload, promise, rate, is_simulated=bool(tried)) for one in best]
+    answers = [planned_layout(one, workload, promise, rate, is_simulated=bool(tried)) for one in best]
     return TrialResults(answers, planned, weights)

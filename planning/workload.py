@@ -68,7 +68,7 @@ class Workload:
         return tuple(ordered[int((index + 0.5) * step)] for index in range(STRATA))
 
 
-def sample_of(plan: Plan, name: str) -> Workload:
+def workload_sample(plan: Plan, name: str) -> Workload:
     """The lengths of a load test's first requests. Raises LoadTestError."""
     lengths: list[tuple[int, int]] = []
     for session in islice(sessions(plan), SAMPLED):
@@ -90,7 +90,7 @@ class SLOTargets:
     tpot_share: float = 0.9
 
 
-def promise_of(text: str) -> SLOTargets:
+def parse_promise(text: str) -> SLOTargets:
     """`ttft_p90_s=0.5,tpot_p90_s=0.05`; any percentile from p50 to p99. Raises ConfigError."""
     found: dict[str, tuple[float, float]] = {}
     for part in text.split(","):

@@ -208,7 +208,7 @@ class MemoryLink:
                 held, self._pipe.held = self._pipe.held, None
                 holding = self._fabric.take_swap() if held is None else None
                 for piece in pieces:
-                    await self._time_of(len(piece.unit_ids))
+                    await self._transfer_time(len(piece.unit_ids))
                     self._pipe.check()
                     self._store.touch(piece.blocks, "a link reads", piece.grip)
                     data = self._store.read_units(piece.layer, piece.unit_ids, self._shard)
@@ -257,7 +257,7 @@ class MemoryLink:
         digest = xxhash.xxh3_128(seed=seed)
         for piece in pieces:
             data = await self._pipe.pull(len(piece.unit_ids) * self._shard.unit_bytes)
-            await self._time_of(len(piece.unit_ids))
+            await self._transfer_time(len(piece.unit_ids))
             self._write(piece, data)
             digest.update(data)
         return await self._pipe.pull(CHECKSUM_BYTES) == digest.digest()
@@ -269,7 +269,7 @@ class MemoryLink:
             return False
         digest, done = xxhash.xxh3_128(seed=seed), 0
         for piece in pieces:
-            await self._time_of(len(piece.unit_ids))
+            await self._transfer_time(len(piece.unit_ids))
             # The source's blocks may be another request's by now: the digest tells.
             places = theirs[done : done + len(piece.unit_ids)]
             done += len(places)
@@ -298,7 +298,7 @@ class MemoryLink:
                     pieces.append(_ChunkPiece(segment.layer, unit_ids, blocks, self._store.grip(blocks)))
         return pieces
 
-    async def _time_of(self, num_units: int) -> None:
+    async def _transfer_time(self, num_units: int) -> None:
         await asyncio.sleep(num_units * self._shard.unit_bytes / self._fabric.bytes_per_s)
 
     @contextmanager

@@ -149,7 +149,7 @@ class SimFleet(Generic[EngineT]):
         clock = asyncio.get_running_loop().time
         tiers = None
         if plan.tiers is not None:
-            tiers = self.storage.tiers_of(plan.tiers, role, peer, store.layout, parts.network, self._links, transfers)
+            tiers = self.storage.make_tiers(plan.tiers, role, peer, store.layout, parts.network, self._links, transfers)
         deps = WorkerDeps(
             peer,
             engine,
@@ -222,7 +222,7 @@ class SimFleet(Generic[EngineT]):
         """Calls that some worker still works on."""
         return sum(len(process.calls) for process in (*self.processes.values(), *self.departed))
 
-    def calls_of(self, router_id: str) -> int:
+    def worker_calls(self, router_id: str) -> int:
         """Return the number of one router's calls."""
         return sum(list(process.calls.values()).count(router_id) for process in self.processes.values())
 

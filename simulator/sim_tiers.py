@@ -54,7 +54,7 @@ class SimStorage:
         self.blobs: dict[str, MemoryBlobs] = {}
         self.calls: dict[str, list[VirtualCalls]] = {}  # of all workers that have used a storage
 
-    def tiers_of(
+    def make_tiers(
         self,
         plan: TierPlan,
         role: Role,

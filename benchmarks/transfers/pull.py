@@ -179,7 +179,7 @@ class PullTarget:
         self._send = sending
         self._draw = random.Random(0)
 
-    def bytes_of(self, num_tokens: int) -> int:
+    def kv_bytes_of(self, num_tokens: int) -> int:
         """KV of so many tokens, in whole blocks."""
         layout = self._cache.layout
         return -(-num_tokens // layout.block_size) * layout.block_bytes * layout.num_tensors
@@ -291,7 +291,7 @@ async def measure_pulls(device: Device, sizes: PullSizes) -> dict[str, float]:
     Raises TransferFailed or WorkerLost, or ConfigError where the device can't share memory.
     """
     async with _target(device, sizes) as target:
-        prompt_bytes = target.bytes_of(sizes.prompt_tokens)
+        prompt_bytes = target.kv_bytes_of(sizes.prompt_tokens)
         say(f"both processes serve, by {TRANSPORTS[device]}; a pulled prompt's KV has {prompt_bytes / 1e6:.0f} MB")
         for _ in range(WARM_UPS):
             await target.pull(sizes.prompt_tokens, None, is_checked=True)
@@ -318,7 +318,7 @@ def _told(figures: dict[str, float]) -> dict[str, float]:
 async def _rate(target: PullTarget, sizes: PullSizes, name: str, at_once: int = 1) -> dict[str, float]:
     """Pull whole prompts, so many at a time, and return bytes a second."""
     times = [await target.pull(sizes.prompt_tokens, None, at_once) for _ in range(sizes.rounds)]
-    return _told({name: at_once * target.bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9})
+    return _told({name: at_once * target.kv_bytes_of(sizes.prompt_tokens) / statistics.median(times) / 1e9})
 
 
 async def _handovers(target: PullTarget, sizes: PullSizes, name: str) -> dict[str, float]:

@@ -51,7 +51,7 @@ from twostroke.worker.worker import Worker
 
 HOST = "127.0.0.1"
 SECRET = "a secret of these processes alone"
-MOST_CALLS = 1024  # at a time, each of which has a thread on both sides
+MAX_CALLS = 1024  # at a time, each of which has a thread on both sides
 
 Result = TypeVar("Result")
 
@@ -202,7 +202,7 @@ class HostProcess:
         self._kind = kind
         self._arguments = arguments
         self._manager = _Manager(ctx=multiprocessing.get_context("spawn"))
-        self._threads = ThreadPoolExecutor(MOST_CALLS)
+        self._threads = ThreadPoolExecutor(MAX_CALLS)
         self._hosted: Any = None  # its proxy, once it has started
 
     async def start(self, method: str) -> Any:

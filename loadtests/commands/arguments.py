@@ -1,6 +1,6 @@
 """Conversion of a command's arguments to a plan, shared by `run`, `sweep` and `compare`.
 
-Each argument is checked as it is read; `plan_of` checks them together. The options of arrivals and workloads are the
+Each argument is checked as it is read; `make_plan` checks them together. The options of arrivals and workloads are the
 fields of the plan's own classes.
 """
 
@@ -84,7 +84,7 @@ def seconds_left_out(text: str) -> float:
     return value
 
 
-def times_of(text: str) -> dict[str, float]:
+def parse_times(text: str) -> dict[str, float]:
     """An argument's type: `ttft=0.5,tpot=0.05`, or one of them alone."""
     return _times(text, above_zero)
 
@@ -103,7 +103,7 @@ def _seconds(text: str) -> float:
     return above_zero(text.removesuffix("ms")) / 1000 if text.endswith("ms") else above_zero(text.removesuffix("s"))
 
 
-def slo_of(text: str) -> SLO:
+def parse_slo(text: str) -> SLO:
     """An argument's type: a preset's name, or times in seconds, or with `ms` or `s` behind them."""
     if text in SLO_PRESETS:
         return SLO_PRESETS[text]
@@ -119,7 +119,7 @@ def slo_of(text: str) -> SLO:
     return SLO(times.get("ttft"), times.get("tpot"))
 
 
-def steps_of(text: str) -> tuple[tuple[float, float], ...]:
+def parse_steps(text: str) -> tuple[tuple[float, float], ...]:
     """An argument's type."""
     try:
         return tuple((float(at), float(rate)) for at, rate in (part.split(":") for part in text.split(",")))
@@ -148,7 +148,7 @@ _ARRIVAL_OPTIONS: _Options = {
         "gamma: coefficient of variation of the gaps; 1 is Poisson, the Azure code trace has 13",
     ),
     "to_rate": ("--to-rate", float, "RATE", "ramp: final rate"),
-    "steps": ("--steps", steps_of, "S:RATE,...", "step: start and rate of each step, as in 0:2,60:8,120:2"),
+    "steps": ("--steps", parse_steps, "S:RATE,...", "step: start and rate of each step, as in 0:2,60:8,120:2"),
     "speed": ("--speed", float, "FACTOR", "replay: 2 is twice as fast as the trace (default: 1)"),
     "users": ("--users", int, "N", "closed: number of users, each with one request at a time"),
     "think_s": ("--think", float, "S", "closed: seconds from an answer to the next request (default: 0)"),
@@ -183,7 +183,7 @@ def _given(arguments: argparse.Namespace, what: str, name: str, fields: tuple[st
     return given
 
 
-def arrivals_of(arguments: argparse.Namespace) -> Arrivals:
+def make_arrivals(arguments: argparse.Namespace) -> Arrivals:
     """Raises LoadTestError for what does not belong together. Values themselves are checked by the schedule."""
     name = arguments.arrivals
     kind = _ARRIVALS[name]
@@ -194,7 +194,7 @@ def arrivals_of(arguments: argparse.Namespace) -> Arrivals:
     return kind(**given)
 
 
-def workload_of(arguments: argparse.Namespace) -> Workload:
+def make_workload(arguments: argparse.Namespace) -> Workload:
     """Raises LoadTestError for an unknown workload, or an option that is not its own."""
     name = arguments.workload
     kind = _WORKLOADS.get(name)
@@ -230,7 +230,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser, *, with_arrivals: bool =
 
 
 def add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
-    """The options that `arrivals_of` reads."""
+    """The options that `make_arrivals` reads."""
     return [
         group.add_argument("--arrivals", choices=tuple(_ARRIVALS), default="poisson", help="default: %(default)s"),
         *(
@@ -241,7 +241,7 @@ def add_arrivals(group: argparse._ArgumentGroup) -> list[argparse.Action]:
 
 
 def add_workload(group: argparse._ArgumentGroup) -> list[argparse.Action]:
-    """The options that `workload_of` reads."""
+    """The options that `make_workload` reads."""
     names = ", ".join((*SHAPES, *_WORKLOADS))
     workload_help = f"{names}, or a trace's file (default: %(default)s)"
     added = [
@@ -264,7 +264,7 @@ Option = tuple[str, Callable[[str], Any], Any, str, str]
 _RUN_OPTIONS: tuple[Option, ...] = (
     ("--seconds", above_zero, 60.0, "S", "duration of the arrivals, warm-up included"),
     ("--warm-up", float, 0.0, "S", "warm-up at the beginning, not judged"),
-    ("--slo", slo_of, None, "TIMES", f"ttft=S,tpot=S (or 500ms), one, or {', '.join(SLO_PRESETS)}"),
+    ("--slo", parse_slo, None, "TIMES", f"ttft=S,tpot=S (or 500ms), one, or {', '.join(SLO_PRESETS)}"),
     ("--seed", int, 0, "N", "seed of the requests"),
     ("--workers", positive_count, 1, "N", "sending processes, about 50 streams each"),
     ("--request-limit", above_zero, 300.0, "S", "a slower answer is a failure"),
@@ -310,7 +310,7 @@ def tell_ci(arguments: argparse.Namespace, name: str, sentences: Sequence[str], 
     return all(check.holds for check in checks)
 
 
-def plan_of(arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Plan:
+def make_plan(arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> Plan:
     """The plan; asks the server what was not given. `arrivals` are those of commands that choose them.
 
     Raises LoadTestError for a wrong argument, or where no server answers.
@@ -319,8 +319,8 @@ def plan_of(arguments: argparse.Namespace, arrivals: Arrivals | None = None) -> 
         return _plan_of_file(arguments)
     if not 0 <= arguments.warm_up < arguments.seconds:
         raise LoadTestError(f"--warm-up {arguments.warm_up:g}: is part of --seconds {arguments.seconds:g}; give less")
-    chosen = arrivals if arrivals is not None else arrivals_of(arguments)
-    workload = workload_of(arguments)
+    chosen = arrivals if arrivals is not None else make_arrivals(arguments)
+    workload = make_workload(arguments)
     url = server_url(arguments.url or DEFAULT_URL)
     model = served_model(url, arguments.model)
     max_context = arguments.max_context or model.max_context
@@ -363,13 +363,13 @@ def _plan_of_file(arguments: argparse.Namespace) -> Plan:
 
 
 FOLDER = "uncontended"
-LEAST_ANSWERS = 5
+MIN_ANSWERS = 5
 
 
 def add_slo_multiple(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slo-multiple",
-        type=times_of,
+        type=parse_times,
         metavar="TIMES",
         help="instead of --slo, in multiples of what one user alone gets, who is measured first, for as long as a run "
         "lasts: ttft=5,tpot=2, or one of them",
@@ -408,7 +408,7 @@ def measure_slo(plan: Plan, multiples: Mapping[str, float], folder: Path) -> SLO
         seed=plan.seed - 1,
     )
     summary = summarise(run_plan(alone, folder))
-    if summary.counts.ok < LEAST_ANSWERS:
+    if summary.counts.ok < MIN_ANSWERS:
         raise LoadTestError(
             f"the uncontended run had {summary.counts.ok} whole answers in {plan.seconds:g} s, too few for an SLO: "
             f"give more --seconds, or look into {folder}"

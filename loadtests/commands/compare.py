@@ -18,7 +18,7 @@ from twostroke.loadtests.commands.arguments import (
     add_ci_arguments,
     add_plan_arguments,
     add_slo_multiple,
-    plan_of,
+    make_plan,
     positive_count,
     tell_ci,
     with_slo_multiple,
@@ -37,14 +37,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     what.add_argument(
         "folders",
         nargs="*",
-        type=pair_of,
+        type=name_and_value,
         metavar="NAME=FOLDER",
         help="runs, or sweeps; a name that comes several times has so many rounds",
     )
     what.add_argument(
         "--urls",
         nargs="+",
-        type=pair_of,
+        type=name_and_value,
         default=(),
         metavar="NAME=URL",
         help="run the plan now, against these in turns",
@@ -61,7 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_slo_multiple(parser)
 
 
-def pair_of(text: str) -> tuple[str, str]:
+def name_and_value(text: str) -> tuple[str, str]:
     """An argument's type: NAME=REST."""
     name, _, rest = text.partition("=")
     if not name or not rest or "/" in name:
@@ -99,7 +99,7 @@ def run_all(arguments: Namespace, output: Path) -> Iterator[tuple[str, Path]]:
     An SLO that is asked for as a multiple is measured at the first server, and asked of all.
     """
     asked_of = {name: Namespace(**(vars(arguments) | {"url": url, "name": name})) for name, url in arguments.urls}
-    plans = alike([plan_of(round_plan) for round_plan in asked_of.values()])
+    plans = alike([make_plan(round_plan) for round_plan in asked_of.values()])
     slo = with_slo_multiple(plans[0], arguments, output).slo
     for number in range(arguments.rounds):
         first = number % len(plans)

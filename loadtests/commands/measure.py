@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from twostroke.loadtests import LoadTestError, RunLost
-from twostroke.loadtests.capacity import MOST_REPEATS, SWEEP_FILE, SearchRange, Sweep, SweepEnded, SweepResult
+from twostroke.loadtests.capacity import MAX_REPEATS, SWEEP_FILE, SearchRange, Sweep, SweepEnded, SweepResult
 from twostroke.loadtests.commands.arguments import (
     Option,
     above_zero,
@@ -21,14 +21,14 @@ from twostroke.loadtests.commands.arguments import (
     add_options,
     add_plan_arguments,
     add_slo_multiple,
-    plan_of,
+    make_plan,
     tell_ci,
     with_slo_multiple,
 )
 from twostroke.loadtests.generator.runner import check_free, run_plan
 from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
 from twostroke.loadtests.report import words
-from twostroke.loadtests.report.checks import Check, checks_of_run, requirement_of
+from twostroke.loadtests.report.checks import Check, checks_of_run, parse_requirement
 from twostroke.loadtests.report.figures import Summary
 from twostroke.loadtests.report.pages import (
     PAGE_FILE,
@@ -59,7 +59,7 @@ def add_run_arguments(parser: ArgumentParser) -> None:
     output.add_argument(
         "--require",
         action="append",
-        type=requirement_of,
+        type=parse_requirement,
         default=[],
         metavar="FIGURE>=N",
         help="exit with 1 unless it holds, as 'attainment>=0.9' or 'ttft_p99_s<=2'; may come several times",
@@ -73,7 +73,7 @@ def run_run(arguments: Namespace) -> int:
     Raises LoadTestError where the run can't be carried out.
     """
     folder = RunFolder(arguments.output or Path(f"loadtest-{datetime.now():%Y%m%d-%H%M%S}"))
-    plan = with_slo_multiple(plan_of(arguments), arguments, folder.path)
+    plan = with_slo_multiple(make_plan(arguments), arguments, folder.path)
     if arguments.web is not None:
         check_free(arguments.web)
         print(f"live charts: http://127.0.0.1:{arguments.web}/twostroke", file=sys.stderr)
@@ -165,11 +165,13 @@ def add_sweep_arguments(parser: ArgumentParser) -> None:
     add_slo_multiple(parser)
     sweep = parser.add_argument_group("the sweep")
     add_options(sweep, _SWEEP_OPTIONS)
-    sweep.add_argument("--rates", type=rates_of, metavar="RATE,...", help="measure these alone, instead of searching")
+    sweep.add_argument(
+        "--rates", type=parse_rates, metavar="RATE,...", help="measure these alone, instead of searching"
+    )
     sweep.add_argument(
         "--repeats",
         type=int,
-        choices=range(1, MOST_REPEATS + 1),
+        choices=range(1, MAX_REPEATS + 1),
         default=3,
         metavar="N",
         help="of the search, with other requests; fewer than 2 give no interval (default: 3)",
@@ -177,7 +179,7 @@ def add_sweep_arguments(parser: ArgumentParser) -> None:
     sweep.add_argument("--output", type=Path, metavar="DIR", help="default: sweep-<time>")
 
 
-def rates_of(text: str) -> list[float]:
+def parse_rates(text: str) -> list[float]:
     """An argument's type: rates with commas between."""
     return [above_zero(part) for part in text.split(",")]
 
@@ -191,7 +193,7 @@ def run_sweep(arguments: Namespace) -> int:
     if (folder / SWEEP_FILE).exists():
         raise LoadTestError(f"{folder}: has a sweep already; name another folder")
     arrivals: Arrivals = Poisson(1.0) if arguments.cv == 1 else Gamma(1.0, arguments.cv)
-    plan = with_slo_multiple(plan_of(arguments, arrivals), arguments, folder)
+    plan = with_slo_multiple(make_plan(arguments, arrivals), arguments, folder)
     if plan.slo == SLO():
         raise LoadTestError("capacity is the highest rate at which an SLO is met: give --slo or --slo-multiple")
     sweep = Sweep(plan, folder, _run_at, _say, arguments.budget)

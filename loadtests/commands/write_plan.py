@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 
 import msgspec
 
-from twostroke.loadtests.commands.arguments import add_plan_arguments, plan_of
+from twostroke.loadtests.commands.arguments import add_plan_arguments, make_plan
 from twostroke.loadtests.generator.dispatcher import check_prompts
 from twostroke.loadtests.workloads.sessions import sessions
 
@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Returns 0. Raises LoadTestError for a plan that can't be carried out."""
-    plan = plan_of(arguments)
+    plan = make_plan(arguments)
     check_prompts(plan)
     sessions(plan)  # raises where lengths, arrivals or a trace are wrong
     print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())

@@ -17,7 +17,7 @@ from gevent.pool import Group
 
 from twostroke.loadtests import RunLost
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Line, check_prompts
-from twostroke.loadtests.generator.http_stream import ClientExchange, endpoint_of, stream
+from twostroke.loadtests.generator.http_stream import ClientExchange, make_endpoint, stream
 from twostroke.loadtests.generator.run_facts import api_key
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import Record
@@ -92,7 +92,7 @@ def main() -> None:
 
     monkey.patch_all(ssl=False)
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
-    endpoint = endpoint_of(plan.url, api_key())
+    endpoint = make_endpoint(plan.url, api_key())
 
     def post(path: str, body: bytes, exchange: ClientExchange) -> None:
         stream(endpoint, endpoint.request(path, body), exchange, plan.request_limit_s)

@@ -54,7 +54,7 @@ class ResponseHead:
     fields: dict[str, str]  # names in lower case
 
 
-def response_of(arrivals: Iterable[Piece]) -> tuple[ResponseHead, Iterator[Piece]]:
+def read_response(arrivals: Iterable[Piece]) -> tuple[ResponseHead, Iterator[Piece]]:
     """The head, and the body's pieces without the framing of chunks. Raises BadResponse for what is no response."""
     pieces = iter(arrivals)
     head = b""
@@ -77,12 +77,12 @@ def response_of(arrivals: Iterable[Piece]) -> tuple[ResponseHead, Iterator[Piece
     return ResponseHead(int(status[0]), status_line, fields), body
 
 
-def text_of(body: Iterable[Piece]) -> str:
+def body_text(body: Iterable[Piece]) -> str:
     """The beginning of a body that tells what is wrong."""
     return b"".join(data for _, data in body).decode(errors="replace")[:300]
 
 
-def events_of(body: Iterable[Piece]) -> Iterator[ServerSentEvent]:
+def sse_events(body: Iterable[Piece]) -> Iterator[ServerSentEvent]:
     """The events of a body: lines `data: ...`, an empty line after each event; comments and other fields are skipped.
 
     An event that is cut off is none.
@@ -156,7 +156,7 @@ class Endpoint:
         return head.encode() + body
 
 
-def endpoint_of(url: str, api_key: str | None = None) -> Endpoint:
+def make_endpoint(url: str, api_key: str | None = None) -> Endpoint:
     """The server at `url`, which has no /v1. Raises LoadTestError for what is no address, or can't be looked up."""
     try:
         parts = urlsplit(url)
@@ -322,23 +322,23 @@ def read_stream(exchange: ClientExchange, pause: Callable[[], None] = lambda: No
 
 
 def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
-    head, body = response_of(arrivals)
+    head, body = read_response(arrivals)
     answer.http_status = head.status
     answer.request_id = head.fields.get("x-request-id")
     if head.status != 200:
         answer.status = "refused" if head.status in REFUSED else "failed"
-        answer.error = one_line(f"{head.status_line.partition(' ')[2]}: {text_of(body)}")
+        answer.error = one_line(f"{head.status_line.partition(' ')[2]}: {body_text(body)}")
         return
     texts: list[str] = []
     ended_at: float | None = None  # the event with the reason for the end
     complete = False
     unknown: bytes | None = None  # the first event of an unknown form
     try:
-        for event in events_of(body):
+        for event in sse_events(body):
             if event.data == b"[DONE]":
                 complete = True
                 break
-            chunk = _chunk_of(event)
+            chunk = _read_chunk(event)
             if chunk is None:
                 unknown = unknown or event.data
                 continue
@@ -365,7 +365,7 @@ def _read(arrivals: Iterable[Piece], answer: StreamedAnswer) -> None:
     answer.status = "ok"
 
 
-def _chunk_of(event: ServerSentEvent) -> StreamChunk | None:
+def _read_chunk(event: ServerSentEvent) -> StreamChunk | None:
     """Return the event's chunk, or None for JSON of another form. Raises BadResponse for the server's errors, and
     UnreadableResponse for what is no JSON."""
     try:

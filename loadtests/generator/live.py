@@ -20,7 +20,7 @@ from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.run_folder import Record
 
 RATIO = 1.02  # between a histogram's neighbouring buckets: its percentiles are right within 1%
-LEAST_S = 1e-4
+MIN_S = 1e-4
 
 Histogram = dict[int, int]
 """Number of values per bucket."""
@@ -105,7 +105,7 @@ def met(record: Record, slo: SLO) -> bool:
 
 def count(histogram: Histogram, value_s: float) -> None:
     """Into the bucket of its size; what is below 0.1 ms counts as that."""
-    bucket = round(math.log(max(value_s, LEAST_S) / LEAST_S, RATIO))
+    bucket = round(math.log(max(value_s, MIN_S) / MIN_S, RATIO))
     histogram[bucket] = histogram.get(bucket, 0) + 1
 
 
@@ -119,7 +119,7 @@ def percentile(histograms: Iterable[Histogram], percent: float) -> float | None:
     for bucket in sorted(together):
         left -= together[bucket]
         if left <= 0:
-            return LEAST_S * float(RATIO**bucket)
+            return MIN_S * float(RATIO**bucket)
     return None
 
 
@@ -231,7 +231,7 @@ class ProgressDisplay:
 
     def show(self, progress: RunProgress) -> None:
         elapsed = f"{progress.elapsed_s:.0f} of {self._plan.seconds:g} s"
-        text = line_of(progress)
+        text = record_line(progress)
         self._bar.update(self._task, completed=progress.elapsed_s, elapsed=elapsed, text=text)
         if self._bar.disable and (progress.elapsed_s >= self._next_line_s or progress.is_over):
             self.say(f"{elapsed}: {text}")
@@ -241,7 +241,7 @@ class ProgressDisplay:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def line_of(progress: RunProgress) -> str:
+def record_line(progress: RunProgress) -> str:
     parts = [f"{progress.sent} sent", f"{progress.under_way} under way", f"{progress.ok} ok"]
     parts += [
         f"{number} {what}" for number, what in ((progress.refused, "refused"), (progress.failed, "failed")) if number

@@ -15,7 +15,7 @@ from flask import request
 from twostroke.loadtests import unwritable
 from twostroke.loadtests.generator.live import LiveFigures, RunProgress, Second, percentile, series
 from twostroke.loadtests.generator.locust_sender import BEGIN, PREPARE, Prepared, PrepareOrder, SenderReport
-from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, models_of
+from twostroke.loadtests.generator.run_facts import begin_facts, is_ours, list_models
 from twostroke.loadtests.plan import Plan
 from twostroke.loadtests.run_folder import GeneratorHealth, RunFolder
 
@@ -43,7 +43,7 @@ class LocustHead:
         self._folder = folder
         self._send_to = send_to  # kind, content, which process; None: the only one
         self._on_progress = on_progress
-        models = models_of(plan.url)
+        models = list_models(plan.url)
         self._is_ours = is_ours(models)
         self._facts = begin_facts(plan.url, models)
         self._total = Second()  # of all seconds: adding them up anew each time would take ever longer

@@ -17,7 +17,7 @@ from gevent.event import AsyncResult
 from twostroke.loadtests import LoadTestError, unwritable
 from twostroke.loadtests.generator.alone import Greenlets
 from twostroke.loadtests.generator.dispatcher import Dispatcher, Line, check_prompts
-from twostroke.loadtests.generator.http_stream import ClientExchange, endpoint_of, stream
+from twostroke.loadtests.generator.http_stream import ClientExchange, make_endpoint, stream
 from twostroke.loadtests.generator.live import LiveFigures, Second
 from twostroke.loadtests.generator.run_facts import api_key
 from twostroke.loadtests.plan import Plan
@@ -111,7 +111,7 @@ class Sender:
         self._order = order
         plan = order.plan
         check_prompts(plan)
-        endpoint = endpoint_of(plan.url, api_key())
+        endpoint = make_endpoint(plan.url, api_key())
 
         def post(path: str, body: bytes, exchange: ClientExchange) -> None:
             stream(endpoint, endpoint.request(path, body), exchange, plan.request_limit_s)

@@ -44,7 +44,7 @@ def server_url(text: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def models_of(url: str) -> list[dict[str, Any]]:
+def list_models(url: str) -> list[dict[str, Any]]:
     """The models that a server lists. Raises LoadTestError where none answers."""
     if not re.match("https?://[^/]", url):
         raise LoadTestError(f"{url}: write http://HOST:PORT or https://HOST:PORT, with a path where there is one")
@@ -104,13 +104,13 @@ def machine_facts() -> dict[str, Any]:
     """Return the facts of this process's machine."""
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "cpu": _field_of(Path("/proc/cpuinfo"), "model name"),
-        "memory": _field_of(Path("/proc/meminfo"), "MemTotal"),
+        "cpu": _proc_field(Path("/proc/cpuinfo"), "model name"),
+        "memory": _proc_field(Path("/proc/meminfo"), "MemTotal"),
         "load_average": os.getloadavg()[0],
     }
 
 
-def _field_of(path: Path, name: str) -> str:
+def _proc_field(path: Path, name: str) -> str:
     """Return a field of a file of lines `name : value`; empty if there is none."""
     if not path.exists():
         return ""
@@ -136,7 +136,7 @@ class AdvertisedModel:
 
 def served_model(url: str, name: str | None = None) -> AdvertisedModel:
     """The model of this name, or the first. Raises LoadTestError where no server answers, or it has no such model."""
-    models = models_of(url)
+    models = list_models(url)
     names = [str(model.get("id")) for model in models]
     if not names:
         raise LoadTestError(f"{url} serves no model: /v1/models is an empty list")

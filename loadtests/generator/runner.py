@@ -185,7 +185,7 @@ _LINE = re.compile(r"^(?:twostroke|vllm):(\w+)\{([^}]*)\} (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def samples_of(metrics: str, at_s: float) -> list[Sample]:
+def parse_samples(metrics: str, at_s: float) -> list[Sample]:
     """One of each worker that the text tells of. vLLM has no roles and no worker ids: its engines are `decode`."""
     workers: dict[tuple[str, str], dict[str, float]] = {}
     fields = {name: field for field, names in (_FIELDS | _MAYBE).items() for name in names}
@@ -217,7 +217,7 @@ def samples_of(metrics: str, at_s: float) -> list[Sample]:
 def write_samples(url: str, path: Path, at_s: float) -> None:
     """Append what the server tells now; nothing where it does not. Raises RunLost where the disk has no room."""
     try:
-        samples = samples_of(get(url, "/metrics", TIMEOUT_S).decode(errors="replace"), at_s)
+        samples = parse_samples(get(url, "/metrics", TIMEOUT_S).decode(errors="replace"), at_s)
     except (OSError, HTTPException, ValueError):
         return  # a gap in the curve says it
     lines = b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples)

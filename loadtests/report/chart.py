@@ -22,7 +22,7 @@ SKY = "#56b4e9"
 YELLOW = "#f0e442"
 GREY = "#6b6b6b"
 SERIES_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY)
-MOST_POINTS = 2000  # of a drawn curve: more is not seen, and takes time
+MAX_POINTS = 2000  # of a drawn curve: more is not seen, and takes time
 
 _STYLE = {
     "font.size": 11,
@@ -64,7 +64,7 @@ def panels(columns: int, *, rows: int = 1, height: float = 3.4, width: float = 9
     return figure, figure.subplots(rows, columns, squeeze=False, **more)
 
 
-def plot_of(name: str, title: str, caption: str, figure: Figure) -> Plot:
+def make_plot(name: str, title: str, caption: str, figure: Figure) -> Plot:
     """Draw `figure`. The file tells neither date nor program, so that equal data make equal bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
@@ -78,7 +78,7 @@ def series_colour(index: int) -> str:
 def cumulative(values: Floats) -> tuple[Floats, Floats]:
     """The points of an empirical distribution, thinned out evenly by rank, its ends kept."""
     ordered = np.sort(values)
-    ranks = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MOST_POINTS)).astype(np.int64))
+    ranks = np.unique(np.linspace(0, len(ordered) - 1, min(len(ordered), MAX_POINTS)).astype(np.int64))
     return ordered[ranks], (ranks + 1) / len(ordered)
 
 

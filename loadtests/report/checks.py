@@ -50,7 +50,7 @@ class Check(NamedTuple):
     holds: bool
 
 
-def requirement_of(text: str) -> Requirement:
+def parse_requirement(text: str) -> Requirement:
     """An argument's type: FIGURE<=NUMBER and its like."""
     match = _REQUIREMENT.fullmatch(text)
     if match is None:
@@ -65,14 +65,14 @@ def checks_of_run(summary: Summary, requirements: Sequence[Requirement]) -> list
     enough."""
     checks = [Check("the run is valid", "; ".join(summary.validity.reasons) or "yes", summary.validity.valid)]
     for required in requirements:
-        value = value_of(summary, required.figure)
+        value = figure_value(summary, required.figure)
         found = "not known" if value is None else f"{value:.4g}"
         holds = value is not None and _COMPARE[required.comparison](value, required.bound)
         checks.append(Check(str(required), found, holds))
     return checks
 
 
-def value_of(summary: Summary, figure: str) -> float | None:
+def figure_value(summary: Summary, figure: str) -> float | None:
     """One of FIGURES; None where the run does not tell."""
     if figure in _COUNTS:
         return float(getattr(summary.counts, figure))

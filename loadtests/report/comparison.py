@@ -102,8 +102,8 @@ def compared(name: str, unit: Unit, values: Sequence[Sequence[Estimate | None]])
         unit=unit,
         higher_is_better=higher_is_better,
         values=overall,
-        ratios=tuple(ratio_of(other, first) for other in others),
-        verdicts=tuple(verdict_of(value, overall[0], higher_is_better) for value in overall[1:]),
+        ratios=tuple(round_ratio(other, first) for other in others),
+        verdicts=tuple(interval_verdict(value, overall[0], higher_is_better) for value in overall[1:]),
     )
 
 
@@ -119,7 +119,7 @@ def over_rounds(estimates: Sequence[Estimate]) -> Estimate | None:
     return Estimate(value, min(low for low, _ in known), max(high for _, high in known))
 
 
-def ratio_of(others: Sequence[Estimate | None], firsts: Sequence[Estimate | None]) -> Ratio | None:
+def round_ratio(others: Sequence[Estimate | None], firsts: Sequence[Estimate | None]) -> Ratio | None:
     """Rounds are paired; None where none has both, or the first's figure is 0."""
     ratios = [
         other.value / first.value
@@ -129,7 +129,7 @@ def ratio_of(others: Sequence[Estimate | None], firsts: Sequence[Estimate | None
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
-def verdict_of(value: Estimate | None, first: Estimate | None, higher_is_better: bool) -> Verdict:
+def interval_verdict(value: Estimate | None, first: Estimate | None, higher_is_better: bool) -> Verdict:
     """Better or worse only where the intervals lie apart. That is stricter than a test at 5%, and should be: many
     figures are compared at once, and one in twenty would differ by chance."""
     overlaps = value.overlaps(first) if value is not None and first is not None else None

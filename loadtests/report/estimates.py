@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 CONFIDENCE = 0.95
 NUM_SLICES = 30  # of the window: long enough to hold a burst whole, enough of them to draw from
 NUM_RESAMPLES = 1000
-MOST_CANDIDATES = 2000  # values among which a resample's percentile is sought; all where there are no more
+MAX_CANDIDATES = 2000  # values among which a resample's percentile is sought; all where there are no more
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -99,8 +99,8 @@ class Slices:
         if (percent / 100) ** len(values) > (1 - CONFIDENCE) / 2 or len(np.unique(slices)) < 2:
             return Estimate(value)
         candidates = np.unique(values)
-        if len(candidates) > MOST_CANDIDATES:
-            ranks = np.linspace(0, 100, MOST_CANDIDATES)
+        if len(candidates) > MAX_CANDIDATES:
+            ranks = np.linspace(0, 100, MAX_CANDIDATES)
             candidates = np.unique(np.percentile(values, ranks, method="inverted_cdf"))
         # By slice, how many of its values do not exceed each candidate; a resample's are then a weighted sum.
         at_most = np.zeros((NUM_SLICES, len(candidates)))

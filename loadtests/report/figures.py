@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.loadtests.plan import MOST_LAG_OF_SLO, SLO, Closed, Plan
+from twostroke.loadtests.plan import MAX_LAG_OF_SLO, SLO, Closed, Plan
 from twostroke.loadtests.report.estimates import Estimate, Floats, Ints, Slices, duration, percentile, share
 from twostroke.loadtests.report.stage_parts import CLIENT_PARTS, SERVER_PARTS, StagePart, server_parts
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample, Status
@@ -127,7 +127,7 @@ def _is_possible(record: Record) -> bool:
     return record.scheduled_s <= record.sent_s + CLOCK_TOLERANCE_S and all(a <= b for a, b in pairwise(moments))
 
 
-MOST_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
+MAX_CPU = 0.8  # of a core, mean over the run: its busiest moments are then above the 90% that Locust warns of
 IDLE_CPU = 0.3  # of a core: a process that used less was not late by its own work
 MAX_UNREADABLE = 0.01  # of the requests: above it the figures are of those that the client happened to understand
 MAX_FAILED = 0.9  # of the requests that were not refused: above it something is wrong that is no matter of speed
@@ -150,14 +150,14 @@ def judge(plan: Plan, facts: RunFacts, observed: Observations, inside: Bools) ->
     lag_s = percentile((observed.sent_s - observed.scheduled_s)[inside], 99)
     if lag_limit_s is not None and lag_s is not None and lag_s > lag_limit_s:
         reasons.append(
-            f"the generator sent late: P99 of the lag is {duration(lag_s)}, above {MOST_LAG_OF_SLO:.0%} of the "
+            f"the generator sent late: P99 of the lag is {duration(lag_s)}, above {MAX_LAG_OF_SLO:.0%} of the "
             f"SLO ({duration(lag_limit_s)}); {_remedy(facts)}"
         )
     for generator in facts.generators:
-        if _load(generator) > MOST_CPU:
+        if _load(generator) > MAX_CPU:
             reasons.append(
                 f"generator process {generator.worker} was saturated: {_load(generator):.0%} of a core, above "
-                f"{MOST_CPU:.0%}; use more generator processes"
+                f"{MAX_CPU:.0%}; use more generator processes"
             )
     num_sent = sum(generator.num_sent for generator in facts.generators)
     if num_sent > len(observed):
@@ -202,7 +202,7 @@ def _remedy(facts: RunFacts) -> str:
 
 
 SLO_SCALES = tuple(float(scale) for scale in np.geomspace(0.25, 4.0, 33))
-MOST_ERRORS_SHOWN = 10
+MAX_ERRORS_SHOWN = 10
 BUNDLED_GAP_S = 1e-4  # no model is as fast: the server or the network sent these events together
 _CODE = re.compile(r'"code"\s*:\s*"([^"]+)"')
 _WITH_DIGITS = re.compile(r"[\w.-]*\d[\w.-]*")
@@ -317,7 +317,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summarise(folder: RunFolder) -> Summary:
     """The figures of a run's folder. Raises LoadTestError where it is no such, or a record can't be read."""
-    return summary_of(folder.plan(), folder.facts(), read_observations(folder.records()), folder.samples())
+    return summarise_observations(folder.plan(), folder.facts(), read_observations(folder.records()), folder.samples())
 
 
 def pooled(runs: Iterable[RunFolder]) -> Observations:
@@ -327,11 +327,11 @@ def pooled(runs: Iterable[RunFolder]) -> Observations:
 
 def _judged_records(run: RunFolder) -> list[Record]:
     records = list(run.records())
-    begin_s, end_s = window_of(run.plan(), run.facts(), [record.scheduled_s for record in records])
+    begin_s, end_s = judged_window(run.plan(), run.facts(), [record.scheduled_s for record in records])
     return [record for record in records if begin_s <= record.scheduled_s < end_s]
 
 
-def window_of(plan: Plan, facts: RunFacts, scheduled_s: Sequence[float] | Floats) -> tuple[float, float]:
+def judged_window(plan: Plan, facts: RunFacts, scheduled_s: Sequence[float] | Floats) -> tuple[float, float]:
     """When judged requests were scheduled: [begin, end). Of a run that was ended early until its last request."""
     end_s = plan.seconds
     if facts.ended_early and len(scheduled_s):
@@ -341,12 +341,12 @@ def window_of(plan: Plan, facts: RunFacts, scheduled_s: Sequence[float] | Floats
 
 def judged_rows(plan: Plan, facts: RunFacts, observed: Observations) -> Bools:
     """Those scheduled in the window."""
-    begin_s, end_s = window_of(plan, facts, observed.scheduled_s)
+    begin_s, end_s = judged_window(plan, facts, observed.scheduled_s)
     return (observed.scheduled_s >= begin_s) & (observed.scheduled_s < end_s)
 
 
-def summary_of(plan: Plan, facts: RunFacts, observed: Observations, samples: Sequence[Sample]) -> Summary:
-    begin_s, end_s = window_of(plan, facts, observed.scheduled_s)
+def summarise_observations(plan: Plan, facts: RunFacts, observed: Observations, samples: Sequence[Sample]) -> Summary:
+    begin_s, end_s = judged_window(plan, facts, observed.scheduled_s)
     inside = judged_rows(plan, facts, observed)
     window_s = end_s - begin_s
     slices = Slices(begin_s, end_s)
@@ -388,7 +388,7 @@ def summary_of(plan: Plan, facts: RunFacts, observed: Observations, samples: Seq
         e2e=_spread(observed, observed.e2e_s, complete, slices),
         normalised_latency=_spread(observed, observed.e2e_s / np.maximum(observed.output_tokens, 1), complete, slices),
         lag=_spread(observed, observed.sent_s - observed.scheduled_s, inside, slices),
-        stages=stages_of(observed, complete),
+        stages=mean_stages(observed, complete),
         by_kind=[
             _kind(plan.slo, observed, str(kind), inside & (observed.kind == kind), slices)
             for kind in np.unique(observed.kind)
@@ -396,7 +396,7 @@ def summary_of(plan: Plan, facts: RunFacts, observed: Observations, samples: Seq
         errors=_errors(observed, inside),
         slo_scales=scale_points(plan.slo, observed, inside) if judged else [],
         validity=judge(plan, facts, observed, inside),
-        notes=notes_of(plan, observed),
+        notes=summary_notes(plan, observed),
     )
 
 
@@ -439,7 +439,7 @@ def draft_figures(samples: Iterable[Sample]) -> DraftFigures | None:
     return DraftFigures(drafted, accepted / drafted, accepted / generated, generated / (generated - accepted))
 
 
-def stages_of(observed: Observations, complete: Bools) -> list[StagePart]:
+def mean_stages(observed: Observations, complete: Bools) -> list[StagePart]:
     """Mean parts of complete answers that had a token; none without answers.
 
     With stages from every answer these are SERVER_PARTS, otherwise CLIENT_PARTS.
@@ -466,7 +466,7 @@ def scale_points(slo: SLO, observed: Observations, rows: Bools) -> list[ScalePoi
     return points
 
 
-def notes_of(plan: Plan, observed: Observations) -> list[str]:
+def summary_notes(plan: Plan, observed: Observations) -> list[str]:
     notes = []
     if num_without_usage := int((observed.is_status("ok") & np.isnan(observed.output_tokens)).sum()):
         notes.append(
@@ -510,16 +510,16 @@ def _kind(slo: SLO, observed: Observations, name: str, rows: Bools, slices: Slic
 
 def _spread(observed: Observations, values: Floats, rows: Bools, slices: Slices) -> Spread | None:
     known = rows & ~np.isnan(values)
-    return _spread_of(values[known], observed.scheduled_s[known], slices)
+    return _sliced_spread(values[known], observed.scheduled_s[known], slices)
 
 
 def _gap_spread(observed: Observations, rows: Bools, slices: Slices) -> Spread | None:
     """Gaps pooled over the requests; each belongs to the slice in which its request was scheduled."""
     chosen = rows[observed.gap_row]
-    return _spread_of(observed.gaps_s[chosen], observed.scheduled_s[observed.gap_row[chosen]], slices)
+    return _sliced_spread(observed.gaps_s[chosen], observed.scheduled_s[observed.gap_row[chosen]], slices)
 
 
-def _spread_of(values: Floats, at_s: Floats, slices: Slices) -> Spread | None:
+def _sliced_spread(values: Floats, at_s: Floats, slices: Slices) -> Spread | None:
     index = slices.of(at_s)
     p50, p99 = slices.percentile(values, index, 50), slices.percentile(values, index, 99)
     p90, p95 = percentile(values, 90), percentile(values, 95)
@@ -546,12 +546,12 @@ def _errors(observed: Observations, inside: Bools) -> list[FrequentError]:
         fault = observed.faults[row]
         if fault is not None:
             status, http_status, error = fault
-            found.setdefault((status, http_status, gist_of(error)), []).append(error)
-    frequent = sorted(found.items(), key=lambda each: len(each[1]), reverse=True)[:MOST_ERRORS_SHOWN]
+            found.setdefault((status, http_status, error_gist(error)), []).append(error)
+    frequent = sorted(found.items(), key=lambda each: len(each[1]), reverse=True)[:MAX_ERRORS_SHOWN]
     return [FrequentError(len(errors), status, http_status, errors[0]) for (status, http_status, _), errors in frequent]
 
 
-def gist_of(error: str) -> str:
+def error_gist(error: str) -> str:
     """Return what errors of one kind share: the code of an OpenAI API's error, else the words without numbers and
     ids."""
     code = _CODE.search(error)

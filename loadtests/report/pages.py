@@ -21,12 +21,12 @@ from twostroke.loadtests.report.comparison import AtRate, RunComparison, compare
 from twostroke.loadtests.report.figures import (
     Summary,
     judged_rows,
+    mean_stages,
     pooled,
     read_observations,
     scale_points,
-    stages_of,
     summarise,
-    summary_of,
+    summarise_observations,
 )
 from twostroke.loadtests.report.plots import (
     RatedRun,
@@ -74,7 +74,7 @@ def write_report(folder: RunFolder) -> Summary:
     """Make the report, again if there is one. Raises LoadTestError where a file is missing or wrong."""
     plan, facts, samples = folder.plan(), folder.facts(), folder.samples()
     observed = read_observations(folder.records())
-    summary = summary_of(plan, facts, observed, samples)
+    summary = summarise_observations(plan, facts, observed, samples)
     complete = judged_rows(plan, facts, observed) & observed.is_status("ok")
     plots = run_plots(plan, summary, observed, complete) + time_plots(plan, observed, samples)
     write_plots(folder.path, plots)
@@ -240,7 +240,7 @@ def _of_runs(entries: Mapping[str, Sequence[Path]]) -> Compared:
         ):
             of_kind = {name: (each, complete[name] & (each.kind == kind)) for name, each in observed.items()}
             plots.append(latency_cdfs(of_kind, plan.slo, kind))
-        plots.append(stage_bars({name: stages_of(each, complete[name]) for name, each in observed.items()}))
+        plots.append(stage_bars({name: mean_stages(each, complete[name]) for name, each in observed.items()}))
     return comparison, plots, words.plan_rows(plan)
 
 

@@ -29,9 +29,9 @@ from twostroke.loadtests.report.chart import (
     duration_ticks,
     legend_below,
     level_lines,
+    make_plot,
     panels,
     percent_axis,
-    plot_of,
     seconds_axis,
     series_colour,
     slo_line,
@@ -81,7 +81,7 @@ def attainment_by_scale(series: Mapping[str, Sequence[ScalePoint]], slo: SLO) ->
     axis.set_ylabel("attainment")
     percent_axis(axis)
     axis.legend(loc="lower right")
-    return plot_of(
+    return make_plot(
         "attainment-by-slo-scale",
         "Attainment against SLO scale",
         "The same answers, judged by an SLO that is stricter (left) or laxer (right) than the one asked for. What "
@@ -116,7 +116,7 @@ def latency_cdfs(groups: Mapping[str, Answers], slo: SLO, kind: str = "") -> Plo
             axis.legend(loc="lower right")
     for axis in axes[:, 0]:
         axis.set_ylabel("share of answers (gaps)")
-    return plot_of(
+    return make_plot(
         f"latency-cdfs-{re.sub('[^a-z0-9]+', '-', kind.lower())}" if kind else "latency-cdfs",
         f"How times are spread: {kind}" if kind else "How times are spread",
         "Which share of the complete answers (of their gaps, for ITL) took at most so long. Time axes are logarithmic. "
@@ -149,7 +149,7 @@ def stage_bars(series: Mapping[str, Sequence[StagePart]]) -> Plot:
         axis.grid(axis="y", visible=False)
     axes[0][0].invert_yaxis()
     legend_below(figure, axes[0][0], 4)
-    return plot_of(
+    return make_plot(
         "stages",
         "Where the time goes",
         "Mean over complete answers. Parts do not overlap: of the KV transfer only what prefill did not hide is shown, "
@@ -158,9 +158,9 @@ def stage_bars(series: Mapping[str, Sequence[StagePart]]) -> Plot:
     )
 
 
-MOST_BINS = 60
-LEAST_ANSWERS = 20  # in a step, about: of fewer, percentiles are all alike
-MOST_MEANS = 150  # of the server's samples: a point each
+MAX_BINS = 60
+MIN_ANSWERS = 20  # in a step, about: of fewer, percentiles are all alike
+MAX_MEANS = 150  # of the server's samples: a point each
 BIN_WIDTHS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 ROLE_COLOURS = {"prefill": BLUE, "decode": ORANGE}
 
@@ -201,7 +201,7 @@ def load_over_time(plan: Plan, observed: Observations) -> Plot:
     flight.set_ylim(bottom=0)
     for axis in axes[0]:
         _time_axis(axis, plan, edges[-1])
-    return plot_of(
+    return make_plot(
         "load-over-time",
         "Load over the run",
         "Scheduled is what was asked of the server; where answers fall behind it, requests in flight pile up.",
@@ -212,7 +212,7 @@ def load_over_time(plan: Plan, observed: Observations) -> Plot:
 def latency_over_time(plan: Plan, observed: Observations) -> Plot:
     figure, axes = panels(2)
     complete = observed.is_status("ok")
-    most = max(5, min(MOST_BINS, int(complete.sum()) // LEAST_ANSWERS))
+    most = max(5, min(MAX_BINS, int(complete.sum()) // MIN_ANSWERS))
     edges = bin_edges(max(plan.seconds, float(observed.scheduled_s.max()) + 1e-9), most)
     columns = (("TTFT", plan.slo.ttft_s, observed.ttft_s), ("TPOT", plan.slo.tpot_s, observed.tpot_s))
     for axis, (title, limit_s, values) in zip(axes[0], columns, strict=True):
@@ -227,7 +227,7 @@ def latency_over_time(plan: Plan, observed: Observations) -> Plot:
         axis.yaxis.set_major_formatter(lambda value, _: duration(value))
         _legend_above_curves(axis, 4)
         _time_axis(axis, plan, edges[-1])
-    return plot_of(
+    return make_plot(
         "latency-over-time",
         "Times over the run",
         "Percentiles of the complete answers scheduled in each step of time. A curve that keeps growing says that the "
@@ -243,7 +243,7 @@ def server_over_time(plan: Plan, samples: Sequence[Sample]) -> Plot:
     end_s = max(plan.seconds, *(sample.at_s for sample in samples))
     for role in sorted({sample.role for sample in samples}, reverse=True):
         of_role = [sample for sample in samples if sample.role == role]
-        at_s, columns = server_means(of_role, np.linspace(0, end_s, MOST_MEANS))
+        at_s, columns = server_means(of_role, np.linspace(0, end_s, MAX_MEANS))
         for axis, values in zip(axes.flat, columns, strict=True):
             axis.plot(at_s, values, color=ROLE_COLOURS.get(role, PURPLE), label=role, linewidth=1.5)
     running.set_title("Running requests")
@@ -257,7 +257,7 @@ def server_over_time(plan: Plan, samples: Sequence[Sample]) -> Plot:
     workers.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     workers.set_ylim(top=workers.get_ylim()[1] * 1.1)
     legend_below(figure, running, 4)
-    return plot_of(
+    return make_plot(
         "server-over-time",
         "The server over the run",
         "As the server told about once a second, in means over short times: sums over the workers of a role, of KV use "
@@ -266,7 +266,7 @@ def server_over_time(plan: Plan, samples: Sequence[Sample]) -> Plot:
     )
 
 
-def bin_edges(seconds: float, most: int = MOST_BINS) -> Floats:
+def bin_edges(seconds: float, most: int = MAX_BINS) -> Floats:
     """Return bin edges from 0 to at least `seconds` in equal steps that are easy to name, about `most` at the most."""
     width_s = next((width for width in BIN_WIDTHS_S if seconds / width <= most), BIN_WIDTHS_S[-1])
     return np.arange(int(np.ceil(seconds / width_s)) + 1, dtype=np.float64) * width_s
@@ -368,7 +368,7 @@ def attainment_by_rate(curves: Curves, capacity: Estimate | None) -> Plot:
             "top", functions=(lambda rate: rate / num_workers, lambda rate: rate * num_workers)
         )
         above.set_xlabel("requests/s for each worker")
-    return plot_of(
+    return make_plot(
         "attainment-by-rate",
         "Attainment against rate",
         "Bars are 95% intervals of a run; several points at one rate are repeated runs. The grey line is the capacity "
@@ -388,7 +388,7 @@ def goodput_by_rate(curves: Curves) -> Plot:
     axis.set_ylim(bottom=0)
     _rate_axis(axis, curves)
     axis.legend(loc="upper left")
-    return plot_of(
+    return make_plot(
         "goodput-by-rate",
         "Goodput against rate",
         "Where the curve falls, more load means fewer requests served in time.",
@@ -412,7 +412,7 @@ def times_by_rate(curves: Curves) -> Plot:
         duration_ticks(axis.yaxis, close=high / low < 200)
         _rate_axis(axis, curves)
     legend_below(figure, axes[0][0], 4)
-    return plot_of(
+    return make_plot(
         "times-by-rate",
         "Times against rate",
         "Of complete answers only: what was refused or failed is not in them.",
@@ -439,7 +439,7 @@ def speed_against_throughput(curves: Curves) -> Plot:
     axis.set_ylim(bottom=0)
     if len(curves) > 1:
         axis.legend()
-    return plot_of(
+    return make_plot(
         "speed-against-throughput",
         "Throughput against speed for each user",
         "A server can serve few users quickly or many slowly; further up and to the right is better. Numbers at the "
@@ -449,10 +449,12 @@ def speed_against_throughput(curves: Curves) -> Plot:
 
 
 def _curve(
-    axis: Any, runs: Sequence[RatedRun], value_of: Callable[[Summary], float | None], line: str = "-", **style: Any
+    axis: Any, runs: Sequence[RatedRun], figure_value: Callable[[Summary], float | None], line: str = "-", **style: Any
 ) -> None:
     """A point for each valid run, a line through the means of each rate asked; runs without the value are left out."""
-    points = [(run.rate, run.offered, value) for run in _valid(runs) if (value := value_of(run.summary)) is not None]
+    points = [
+        (run.rate, run.offered, value) for run in _valid(runs) if (value := figure_value(run.summary)) is not None
+    ]
     repeated = [list(group) for _, group in groupby(points, key=lambda point: point[0])]
     means = [(fmean(offered for _, offered, _ in same), fmean(value for _, _, value in same)) for same in repeated]
     axis.plot([offered for offered, _ in means], [value for _, value in means], line, **style)

@@ -112,7 +112,7 @@ def _positive(kind: str, name: str, value: float) -> float:
     return value
 
 
-def seed_of(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """63 bits; other parts, other bits."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -24,7 +24,7 @@ from twostroke.loadtests.plan import (
     TraceFile,
     Uniform,
 )
-from twostroke.loadtests.workloads.arrivals import arrival_times, seed_of
+from twostroke.loadtests.workloads.arrivals import arrival_times, derive_seed
 from twostroke.loadtests.workloads.synthetic import LogNormal, shape_named, shape_times, shape_turns, shrunk
 from twostroke.loadtests.workloads.traces import open_trace
 
@@ -56,7 +56,7 @@ def conversations(chat: Chat, max_context: int, seed: int) -> Iterator[tuple[Ses
 def _session(chat: Chat, room: int, seed: int, index: int, draw: random.Random) -> tuple[SessionTurn, ...]:
     inputs, outputs = LogNormal(chat.input_tokens, INPUT_SIGMA), LogNormal(chat.output_tokens, OUTPUT_SIGMA)
     system = draw.randrange(chat.system_prompts)
-    before = (Piece(seed_of(seed, "system", system), chat.system_tokens),) if chat.system_tokens else ()
+    before = (Piece(derive_seed(seed, "system", system), chat.system_tokens),) if chat.system_tokens else ()
     left = room - chat.system_tokens
     turns: list[SessionTurn] = []
     while True:
@@ -66,7 +66,7 @@ def _session(chat: Chat, room: int, seed: int, index: int, draw: random.Random) 
             prompt, answer = shrunk(prompt, answer, left - TEMPLATE_TOKENS)
         elif prompt + answer + TEMPLATE_TOKENS > left:
             return tuple(turns)
-        own = Piece(seed_of(seed, "session", index, len(turns)), prompt)
+        own = Piece(derive_seed(seed, "session", index, len(turns)), prompt)
         turns.append(SessionTurn((*before, own) if not turns else (own,), answer, think_s))
         left -= prompt + answer + TEMPLATE_TOKENS
         if draw.random() < 1 / chat.turns:
@@ -159,7 +159,7 @@ def _shared(plan: Plan, shared: SharedPrompt) -> Iterator[Turns]:
         raise LoadTestError("shared-prompt: give at least 1 of shared_prompts, shared_tokens and input_tokens")
     draw = random.Random(f"shared prompts {plan.seed}")
     prompts = [
-        Piece(seed_of(plan.seed, "shared", index), shared.shared_tokens) for index in range(shared.shared_prompts)
+        Piece(derive_seed(plan.seed, "shared", index), shared.shared_tokens) for index in range(shared.shared_prompts)
     ]
     return (
         (SessionTurn((draw.choice(prompts), _own(plan, index, shared.input_tokens)), shared.output_tokens),)
@@ -221,7 +221,7 @@ def _filled(raw: Any, words: _DrawnWords) -> Any:
 
 def _own(plan: Plan, index: int, tokens: int) -> Piece:
     """A prompt's part that no other has."""
-    return Piece(seed_of(plan.seed, "prompt", index), tokens)
+    return Piece(derive_seed(plan.seed, "prompt", index), tokens)
 
 
 def _check_fits(plan: Plan, input_tokens: int, output_tokens: int) -> None:

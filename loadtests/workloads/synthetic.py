@@ -20,7 +20,7 @@ from statistics import NormalDist
 
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Piece, SessionTurn
-from twostroke.loadtests.workloads.arrivals import changed_times, gamma_times, seed_of
+from twostroke.loadtests.workloads.arrivals import changed_times, derive_seed, gamma_times
 from twostroke.loadtests.workloads.prompts import block_pieces
 
 _NORMAL = NormalDist()
@@ -241,7 +241,7 @@ def shape_turns(shape: Shape, max_context: int, seed: int) -> Iterator[SessionTu
         of_input, of_output = normal_pair(draw.random(), draw.random(), shape.spearman)
         prompt, answer = scale.request(shape.input_tokens.at(of_input), shape.output_tokens.at(of_output))
         if history is None:
-            pieces: tuple[Piece, ...] = (Piece(seed_of(seed, "prompt", index), prompt),)
+            pieces: tuple[Piece, ...] = (Piece(derive_seed(seed, "prompt", index), prompt),)
         else:
             pieces = history.prompt(prompt, index, draw)
         yield SessionTurn(pieces, answer)
@@ -255,7 +255,7 @@ class _History:
         self._prefixes = prefixes
         self._block_tokens = scale.tokens(BLOCK_TOKENS)
         self._seed = seed
-        self._common = [seed_of(seed, "common block", index) for index in range(prefixes.common_blocks)]
+        self._common = [derive_seed(seed, "common block", index) for index in range(prefixes.common_blocks)]
         self._recent: deque[list[int]] = deque(maxlen=RECENT)  # the seeds of each prompt's whole blocks
 
     def prompt(self, tokens: int, index: int, draw: random.Random) -> tuple[Piece, ...]:
@@ -266,6 +266,6 @@ class _History:
             candidates = [draw.choice(self._recent) for _ in range(self._prefixes.candidates)]
             before = max(candidates, key=lambda blocks: (min(len(blocks), num_blocks), -len(blocks)))
         blocks = before[:num_blocks]
-        blocks += [seed_of(self._seed, "block", index, number) for number in range(len(blocks), num_blocks)]
+        blocks += [derive_seed(self._seed, "block", index, number) for number in range(len(blocks), num_blocks)]
         self._recent.append(blocks)
-        return block_pieces(blocks, self._block_tokens, tokens, seed_of(self._seed, "rest", index))
+        return block_pieces(blocks, self._block_tokens, tokens, derive_seed(self._seed, "rest", index))

@@ -30,12 +30,12 @@ import msgspec
 
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import Piece, SessionTurn
-from twostroke.loadtests.workloads.arrivals import seed_of
+from twostroke.loadtests.workloads.arrivals import derive_seed
 from twostroke.loadtests.workloads.prompts import block_pieces
 from twostroke.loadtests.workloads.synthetic import Scale, scale_to
 
 COARSE_CLOCK_S = 1.0  # times that are equal or at least so far from each other are those of a coarse clock
-MOST_TOKENS = 10**9  # of a prompt or an answer
+MAX_TOKENS = 10**9  # of a prompt or an answer
 LONG_REQUESTS = 0.999  # this share of requests keeps its proportions when lengths are scaled
 
 
@@ -85,10 +85,10 @@ class Trace:
 
     def _turn(self, request: TraceRequest, scale: Scale, origin: tuple[int | str, ...], index: int) -> SessionTurn:
         prompt, answer = scale.request(max(1, request.input_tokens), max(1, request.output_tokens))
-        own = seed_of(*origin, "prompt", index)
+        own = derive_seed(*origin, "prompt", index)
         if not request.blocks:
             return SessionTurn((Piece(own, prompt),), answer)
-        blocks = [seed_of(*origin, "block", block) for block in request.blocks]
+        blocks = [derive_seed(*origin, "block", block) for block in request.blocks]
         return SessionTurn(block_pieces(blocks, scale.tokens(self.format.block_tokens), prompt, own), answer)
 
 
@@ -99,7 +99,7 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
     least_step_s = inf
     bundled = False
     try:
-        found = FORMATS[format if format != "auto" else _format_of(path)]
+        found = FORMATS[format if format != "auto" else _trace_format(path)]
         for request in found.read(path):
             if not totals:
                 begin_s = request.at_s
@@ -128,7 +128,7 @@ def open_trace(path: Path, format: str = "auto") -> Trace:
     )
 
 
-def _format_of(path: Path) -> str:
+def _trace_format(path: Path) -> str:
     """Return the format, found by the names of the columns."""
     with path.open(encoding="utf-8-sig") as lines:
         head = lines.readline(65536)
@@ -143,7 +143,7 @@ def _format_of(path: Path) -> str:
     )
 
 
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 
 
 class _Azure(

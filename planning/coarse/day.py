@@ -16,7 +16,7 @@ TIME, RATE, NAME = "t_s", "rate_rps", "model"
 """The columns, as in ServeGen's rates summed up (Xiang et al., arXiv:2505.09999); the last may be missing."""
 
 
-def day_of(text: str, mean_rate: float) -> RateSteps:
+def day_rates(text: str, mean_rate: float) -> RateSteps:
     """Poisson arrivals at the rates of `FILE` or `FILE:NAME`, its first day, scaled so that their mean is `mean_rate`.
 
     NAME says which of the models that a file has. Raises ConfigError.
@@ -42,7 +42,7 @@ def day_of(text: str, mean_rate: float) -> RateSteps:
     return RateSteps(tuple((at_s, rate * mean_rate / mean) for at_s, rate in steps))
 
 
-def scaling_of(fleet: CoarseFleet, start: tuple[int, int], ends_s: float) -> dict[str, float]:
+def scaling_cost(fleet: CoarseFleet, start: tuple[int, int], ends_s: float) -> dict[str, float]:
     """Return what a fleet that served until `ends_s` cost: worker-hours from each order on, the most workers of each
     role, and the most reversals of a role in any hour."""
     targets = [Change(0.0, *start), *(one for one in fleet.changes if one.at_s <= ends_s)]

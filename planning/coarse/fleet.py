@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, Signals
-from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import (
     CoarseDecodeWorker,
     CoarsePrefillWorker,
@@ -47,7 +47,7 @@ class CoarseFleet:
     startup_s: float
     ttft_s: float
     tpot_s: float
-    router: LiveRouter
+    router: SimulatedRouter
     prefill: list[CoarsePrefillWorker] = field(default_factory=list)
     decode: list[CoarseDecodeWorker] = field(default_factory=list)
     is_aggregated: bool = False

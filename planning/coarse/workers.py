@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from twostroke.decode_worker.config import DecodeConfig
-from twostroke.planning.costs.drafted_steps import DecodeStep, step_of
+from twostroke.planning.costs.drafted_steps import DecodeStep, drafted_step
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.stats import Role
@@ -103,7 +103,7 @@ class CoarseWorker:
         """Return a step of the running requests with drafts, perhaps beside prompts, whose time is not in it."""
         rows = len(self.rows)
         context = self.context / rows if rows else 0.0
-        return step_of(self.profile, rows, context, self.pace_s, has_prompts=has_prompts)
+        return drafted_step(self.profile, rows, context, self.pace_s, has_prompts=has_prompts)
 
     @property
     def num_requests(self) -> int:

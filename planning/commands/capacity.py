@@ -109,9 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         if not case.knows_compute:
             raise ConfigError("--report: give --flops, too: pictures show what computing takes")
-        from twostroke.planning.costs.pictures import pictures_of, write_pictures
+        from twostroke.planning.costs.pictures import case_pictures, write_pictures
 
-        write_pictures(arguments.report, pictures_of(case))
+        write_pictures(arguments.report, case_pictures(case))
     _tell(arguments, list(lines(answer)), answer)
     return 0
 

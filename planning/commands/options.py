@@ -50,7 +50,7 @@ class TierOption:
     bytes_per_s: float  # infinite for the GPU cache, which is not read from
 
 
-def tier_of(text: str) -> TierOption:
+def tier_option(text: str) -> TierOption:
     """An argument's type: disk=1TB@2GB/s, shared=unbounded@500MB/s, gpu=40GB."""
     name, _, rest = text.partition("=")
     size, _, speed = rest.partition("@")
@@ -63,7 +63,7 @@ def tier_of(text: str) -> TierOption:
     return TierOption(name, num_bytes, amount(speed) if speed else math.inf)
 
 
-def hits_of(text: str) -> dict[str, float]:
+def tier_hit_shares(text: str) -> dict[str, float]:
     """An argument's type: disk=0.4,host=0.1."""
     try:
         found = {name: float(share) for name, _, share in (part.partition("=") for part in text.split(","))}
@@ -80,7 +80,7 @@ def add_tiers(parser: argparse._ArgumentGroup) -> None:
     """Add the options of KV tiers."""
     parser.add_argument(
         "--tier",
-        type=tier_of,
+        type=tier_option,
         action="append",
         default=[],
         metavar="NAME=BYTES@BYTES_PER_S",
@@ -89,7 +89,7 @@ def add_tiers(parser: argparse._ArgumentGroup) -> None:
     )
     parser.add_argument(
         "--tier-hits",
-        type=hits_of,
+        type=tier_hit_shares,
         metavar="NAME=SHARE[,...]",
         help="shares of prompt tokens that are found there (default: found by replay of a trace with hash_ids)",
     )
@@ -118,7 +118,7 @@ class TierHits:
                     f"--tier-hits {missing[0]}: say how quickly it is read: --tier {missing[0]}=1TB@2GB/s"
                 )
             return cls(tiers, shares)
-        return cls(tiers, None, list(_prompts_of(plan))) if tiers else None
+        return cls(tiers, None, list(_trace_prompts(plan))) if tiers else None
 
     def apply(self, profile: WorkerProfile, mean_prompt: float) -> tuple[WorkerProfile, PrefixHits]:
         """Return the worker that has these tiers, and what it finds in them."""
@@ -136,7 +136,7 @@ class TierHits:
         return self._found[token_bytes]
 
 
-def _prompts_of(plan: Plan) -> Iterator[list[PromptBlock]]:
+def _trace_prompts(plan: Plan) -> Iterator[list[PromptBlock]]:
     """Yield the blocks of each of the trace's prompts, whose lengths are scaled as the plan's are."""
     workload = plan.workload
     trace = open_trace(Path(workload.path), workload.format) if isinstance(workload, TraceFile) else None

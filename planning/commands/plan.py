@@ -18,16 +18,22 @@ import yaml
 from twostroke.cluster.config.config import read_config
 from twostroke.cluster.config.model_folder import CONFIG_PATTERNS, resolve_model_folder
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count, workload_of
+from twostroke.loadtests.commands.arguments import (
+    above_zero,
+    add_workload,
+    context_tokens,
+    make_workload,
+    positive_count,
+)
 from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.answer import PlannedLayout, gpu_names, roofline_lines, sensitivities, settings_of
+from twostroke.planning.answer import PlannedLayout, gpu_names, layout_settings, roofline_lines, sensitivities
 from twostroke.planning.commands.options import TierHits, add_tiers, tier_lines, tiers_as_json
-from twostroke.planning.costs.drafted_steps import step_of
-from twostroke.planning.costs.profiles import among_busy, profile_of
+from twostroke.planning.costs.drafted_steps import drafted_step
+from twostroke.planning.costs.profiles import among_busy, named_profile
 from twostroke.planning.costs.roofline import WorkerHardware
 from twostroke.planning.costs.tier_hits import PrefixHits
 from twostroke.planning.layouts import TRIED_MODES, Mode
@@ -36,16 +42,16 @@ from twostroke.planning.search import (
     FleetSearch,
     PlanConstraints,
     check_floors,
-    machine_of,
     nowhere,
     profiles_of,
+    worker_hardware,
 )
 from twostroke.planning.trials import decide
-from twostroke.planning.workload import SLOTargets, Workload, promise_of, sample_of
+from twostroke.planning.workload import SLOTargets, Workload, parse_promise, workload_sample
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
-MOST_CONTEXT = 32_768  # of a workload's requests, where nobody says
+MAX_CONTEXT = 32_768  # of a workload's requests, where nobody says
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +115,7 @@ def add_repeated(parser: argparse._ArgumentGroup, more: str = "") -> None:
     """Add the option of speculative decoding; `more` is said of its default."""
     parser.add_argument(
         "--repeated",
-        type=share_of,
+        type=parse_share,
         metavar="SHARE",
         help=f"share of answers that repeats earlier text, for drafts to find (default: that of --costs, or 0{more})",
     )
@@ -120,7 +126,7 @@ def with_repeated(profile: WorkerProfile, arguments: argparse.Namespace) -> Work
     return profile if arguments.repeated is None else msgspec.structs.replace(profile, repeated=arguments.repeated)
 
 
-def share_of(text: str) -> float:
+def parse_share(text: str) -> float:
     """An argument's type."""
     try:
         share = float(text)
@@ -152,7 +158,7 @@ class PlanRequest:
 
     def machine(self, profile: WorkerProfile) -> WorkerHardware:
         hardware, shares = self.hardware[profile.hardware], profile.shares_contexts
-        return machine_of(hardware, profile.ranks, profile.quantization, self.terms, shares_contexts=shares)
+        return worker_hardware(hardware, profile.ranks, profile.quantization, self.terms, shares_contexts=shares)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -160,9 +166,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError("plan: name a MODEL")
     if arguments.costs is not None and arguments.gpu is not None:
         raise ConfigError("--costs: beside --gpu: give one of them")
-    shape, promise = model_of(arguments.model), promise_of(arguments.slo)
+    shape, promise = model_of(arguments.model), parse_promise(arguments.slo)
     plan = plan_for(arguments, shape)
-    workload = sample_of(plan, Path(arguments.workload).stem)
+    workload = workload_sample(plan, Path(arguments.workload).stem)
     hardware = {} if arguments.costs is not None else {one.name: one for one in _hardware(arguments)}
     request = PlanRequest(shape, workload, promise, _terms(arguments), hardware, TierHits.of(arguments, plan))
     profiles, hits = _kinds(arguments, request)
@@ -171,7 +177,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     _say(f"{len(profiles)} profiles of worker have room; searching")
     found = decide(search, workload, promise, arguments.rate, _say, simulates=not arguments.formulas)
     best = found.answers[0]
-    settings = settings_of(
+    settings = layout_settings(
         best.layout,
         arguments.model,
         promise,
@@ -215,18 +221,18 @@ def workload_for(arguments: argparse.Namespace, shape: ModelConfig) -> Workload:
 
     Raises LoadTestError.
     """
-    return sample_of(plan_for(arguments, shape), Path(arguments.workload).stem)
+    return workload_sample(plan_for(arguments, shape), Path(arguments.workload).stem)
 
 
 def plan_for(arguments: argparse.Namespace, shape: ModelConfig) -> Plan:
     """Return the load test whose requests a plan looks at. Raises LoadTestError."""
-    most = min(arguments.max_context or MOST_CONTEXT, shape.max_position)
+    most = min(arguments.max_context or MAX_CONTEXT, shape.max_position)
     return Plan(
         url="planned",
         model=arguments.model,
         max_context=most,
         arrivals=Poisson(1.0),
-        workload=workload_of(arguments),
+        workload=make_workload(arguments),
         slo=SLO(),
         seconds=1e9,
     )
@@ -299,14 +305,14 @@ def _measured(
     arguments: argparse.Namespace, request: PlanRequest, with_tiers: Callable[[WorkerProfile], WorkerProfile]
 ) -> WorkerProfile:
     workload, promise = request.workload, request.promise
-    known = with_tiers(with_repeated(profile_of(arguments.costs), arguments))
+    known = with_tiers(with_repeated(named_profile(arguments.costs), arguments))
     prices = _prices(arguments.price)
     if workload.longest > known.kv_tokens:
         raise ConfigError(
             f"--costs {arguments.costs}: a request of {workload.longest:,} tokens has no room in {known.kv_tokens:,}"
         )
     shortest_s = min(known.costs.prefill_s(prompt, 0, known.step_tokens) for prompt, _ in workload.lengths)
-    token_s = step_of(known, 1, int(workload.mean_context)).token_s
+    token_s = drafted_step(known, 1, int(workload.mean_context)).token_s
     for name, asked_s, floor_s in (("ttft", promise.ttft_s, shortest_s), ("tpot", promise.tpot_s, token_s)):
         if asked_s < floor_s:
             raise ConfigError(f"--slo {name} of {asked_s:g} s: below the floor of {floor_s:.3g} s of such a worker")
@@ -363,7 +369,7 @@ def _draw(folder: Path, best: PlannedLayout, request: PlanRequest) -> None:
     decode, workload = best.layout.decode, request.workload
     batches = [1 << power for power in range(10) if 1 << power <= 2 * decode.max_batch]
     full = int(min(decode.max_batch, decode.kv_tokens / workload.held[0]))
-    rates = [batch / step_of(decode, batch, workload.mean_context).token_s for batch in batches]
+    rates = [batch / drafted_step(decode, batch, workload.mean_context).token_s for batch in batches]
     pictures = [batch_sweep(batches, {decode.name: rates}, {"saturated": full})]
     if decode.hardware in request.hardware:
         machine, prompt = request.machine(decode), int(workload.mean_prompt)

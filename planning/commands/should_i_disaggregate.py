@@ -22,12 +22,12 @@ from twostroke.loadtests.commands.arguments import (
     above_zero,
     add_workload,
     context_tokens,
+    make_workload,
+    parse_slo,
     positive_count,
     seconds_left_out,
-    slo_of,
-    workload_of,
 )
-from twostroke.loadtests.commands.measure import rates_of
+from twostroke.loadtests.commands.measure import parse_rates
 from twostroke.loadtests.plan import SLO, Chat, Plan, Poisson
 from twostroke.loadtests.plan import Workload as SentWorkload
 from twostroke.loadtests.report.estimates import Estimate
@@ -37,12 +37,12 @@ from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import plan_for
 from twostroke.planning.commands.plan import add_repeated, with_repeated
-from twostroke.planning.costs.profiles import PROFILES, among_busy, profile_of
+from twostroke.planning.costs.profiles import PROFILES, among_busy, named_profile
 from twostroke.planning.layouts import TRIED_MODES, Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
 from twostroke.planning.search import PlanConstraints, nowhere, profiles_of
-from twostroke.planning.trials import shares_of
-from twostroke.planning.workload import SLOTargets, Workload, sample_of
+from twostroke.planning.trials import attained_shares
+from twostroke.planning.workload import SLOTargets, Workload, workload_sample
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile
 
@@ -69,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload(workload)
     add_repeated(workload, "; with a server it is measured")
     of_run = parser.add_argument_group("the runs")
-    of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`; needed")
+    of_run.add_argument(
+        "--slo", type=parse_slo, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`; needed"
+    )
     of_run.add_argument(
         "--modes",
         nargs="+",
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TRIED_MODES,
         help="fixed: as hybrid, but prefill workers write no answers (default: the others)",
     )
-    of_run.add_argument("--rates", type=rates_of, metavar="RATE,...", help="measured alone (default: a search)")
+    of_run.add_argument("--rates", type=parse_rates, metavar="RATE,...", help="measured alone (default: a search)")
     of_run.add_argument("--seconds", type=above_zero, default=30.0, metavar="S", help="of a run, with the warm-up")
     of_run.add_argument(
         "--warm-up", type=seconds_left_out, default=3.0, metavar="S", help="warm-up at the beginning, not judged"
@@ -119,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         make_folder(folder)
         plan = _plan(arguments, sent)
-        sample = sample_of(msgspec.structs.replace(plan, seconds=1e9), Path(arguments.workload).stem)
+        sample = workload_sample(msgspec.structs.replace(plan, seconds=1e9), Path(arguments.workload).stem)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
     found = Found(sample, SLOTargets(plan.slo.ttft_s or UNBOUNDED_S, plan.slo.tpot_s or UNBOUNDED_S))
@@ -138,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         _draw(arguments, plan.slo, found, verdict, folder, tell_people)
     (folder / "verdict.json").write_text(json.dumps(verdict, indent=1) + "\n")
     if not arguments.json:
-        print("\n".join(words_of(verdict)))
+        print("\n".join(verdict_words(verdict)))
     print(json.dumps({"folder": str(folder), **verdict}))
     return exit_code or (0 if verdict["best"] is not None else 1)
 
@@ -158,7 +160,7 @@ def check(arguments: argparse.Namespace) -> SentWorkload:
     if len(set(arguments.modes)) < 2:
         raise ConfigError("--modes: name two or more, or there is nothing to choose from")
     try:
-        sent = workload_of(arguments)
+        sent = make_workload(arguments)
     except LoadTestError as error:
         raise ConfigError(str(error)) from error
     if isinstance(sent, Chat):
@@ -197,15 +199,15 @@ def _measure(arguments: argparse.Namespace, plan: Plan, folder: Path, found: Fou
     if arguments.config is not None:
         settings = dict(load_yaml(arguments.config))
 
-    def plan_of(url: str) -> Plan:
+    def make_plan(url: str) -> Plan:
         of_server = plan_for(url, plan.workload, plan.seconds, plan.seed, arguments.max_context)
         return msgspec.structs.replace(of_server, slo=plan.slo, warm_up_s=plan.warm_up_s)
 
     for mode in arguments.modes:
-        candidate = candidate_of(mode, arguments, arguments.aggregated)
+        candidate = mode_candidate(mode, arguments, arguments.aggregated)
         try:
             found.measured[mode] = measured = measure(
-                *(candidate, settings, plan_of, found.sample, folder / mode, say),
+                *(candidate, settings, make_plan, found.sample, folder / mode, say),
                 learn_s=arguments.learn,
                 budget_s=arguments.budget,
                 rates=arguments.rates,
@@ -216,7 +218,7 @@ def _measure(arguments: argparse.Namespace, plan: Plan, folder: Path, found: Fou
             say(f"{mode} is given up: {error}")
 
 
-def candidate_of(mode: Mode, arguments: argparse.Namespace, aggregated: int) -> Candidate:
+def mode_candidate(mode: Mode, arguments: argparse.Namespace, aggregated: int) -> Candidate:
     """Return the workers of a mode, where so many take the place of both roles."""
     if mode == "aggregated":
         return Candidate(mode, mode, 0, aggregated)
@@ -229,12 +231,12 @@ def candidate_of(mode: Mode, arguments: argparse.Namespace, aggregated: int) -> 
 def _by_profile(arguments: argparse.Namespace, found: Found) -> None:
     """Give every mode as many machines, with a worker each."""
     if arguments.costs is not None:
-        profile = among_busy(profile_of(arguments.costs))
+        profile = among_busy(named_profile(arguments.costs))
     else:
         profile = gpu_profile(arguments.gpu, arguments.model, found.sample)
     profile = with_repeated(profile, arguments)
     for mode in arguments.modes:
-        candidate = candidate_of(mode, arguments, arguments.prefill + arguments.decode)
+        candidate = mode_candidate(mode, arguments, arguments.prefill + arguments.decode)
         found.layouts[mode] = candidate.layout({"prefill": profile, "decode": profile})
 
 
@@ -258,7 +260,9 @@ def _simulate(arguments: argparse.Namespace, found: Found, say: Callable[[str], 
         return
     best = max(statistics.median(values) for values in found.simulated.values())
     for rate in (best * share for share in SWEPT_SHARES if best > 0):
-        met = {mode: shares_of(one, found.sample, found.promise, rate).both for mode, one in found.layouts.items()}
+        met = {
+            mode: attained_shares(one, found.sample, found.promise, rate).both for mode, one in found.layouts.items()
+        }
         found.rates.append((rate, met))
         say(f"{rate:.3g}/s: " + ", ".join(f"{mode} {value:.0%} met" for mode, value in met.items()))
     first = best or 1.0
@@ -271,10 +275,10 @@ def _simulate(arguments: argparse.Namespace, found: Found, say: Callable[[str], 
         found.lengths.append((float(tokens), rates))
         say(f"{alike.name}: " + ", ".join(f"{mode} {rate:.3g}/s" for mode, rate in rates.items()))
         first = max(rates.values()) or first
-    found.flips = [*flips_of("rate", found.rates), *flips_of("prompt_tokens", found.lengths)]
+    found.flips = [*find_flips("rate", found.rates), *find_flips("prompt_tokens", found.lengths)]
 
 
-def flips_of(what: str, swept: Sequence[tuple[float, Mapping[Mode, float]]]) -> list[dict[str, Any]]:
+def find_flips(what: str, swept: Sequence[tuple[float, Mapping[Mode, float]]]) -> list[dict[str, Any]]:
     """Return where the best mode changes along a sweep: from `at` on `after` is ahead of `before`."""
     flips: list[dict[str, Any]] = []
     leader: Mode | None = None
@@ -336,7 +340,7 @@ def _draw(
         report.memory(shown, found.sample, found.promise, WATCHED_SHARE * first),
         report.cost({mode: sorted(points) for mode, points in curves.items()}, slo, unit),
     ]
-    say(f"report: {report.write_page(folder, words_of(verdict), plots)}")
+    say(f"report: {report.write_page(folder, verdict_words(verdict), plots)}")
 
 
 # --- the answer ---
@@ -398,7 +402,7 @@ def tell(found: Found) -> dict[str, Any]:
     }
 
 
-def words_of(verdict: dict[str, Any]) -> list[str]:
+def verdict_words(verdict: dict[str, Any]) -> list[str]:
     """The answer for people, its first line alone enough."""
     lines: list[str] = []
     best = verdict["best"]

@@ -26,32 +26,32 @@ from twostroke.loadtests.commands.arguments import (
     above_zero,
     add_arrivals,
     add_workload,
-    arrivals_of,
     context_tokens,
+    make_arrivals,
+    make_workload,
+    parse_slo,
     positive_count,
     seconds_left_out,
-    slo_of,
-    workload_of,
 )
-from twostroke.loadtests.commands.measure import rates_of
+from twostroke.loadtests.commands.measure import parse_rates
 from twostroke.loadtests.plan import SLO, Chat, Closed, Plan, Poisson
-from twostroke.loadtests.report.figures import Observations, judged_rows, read_observations, summary_of
-from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, line_of, make_folder, write_json
+from twostroke.loadtests.report.figures import Observations, judged_rows, read_observations, summarise_observations
+from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, make_folder, record_line, write_json
 from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.planning.against import FIGURES, against
 from twostroke.planning.baselines import compare_baselines
-from twostroke.planning.coarse.day import DAY_S, day_of, scaling_of
+from twostroke.planning.coarse.day import DAY_S, day_rates, scaling_cost
 from twostroke.planning.coarse.fleet import CoarseFleet
 from twostroke.planning.coarse.fleet import run as run_coarse
-from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.commands.options import TierHits, add_tiers, tier_lines, tiers_as_json
 from twostroke.planning.commands.plan import add_repeated, with_repeated
-from twostroke.planning.costs.profiles import PROFILES, profile_of
+from twostroke.planning.costs.profiles import PROFILES, named_profile
 from twostroke.planning.costs.tier_hits import PrefixHits
 from twostroke.planning.exact import VOCABULARY, record_of, simulate_plan
-from twostroke.planning.layouts import Layout, mode_of, router_settings
-from twostroke.planning.workload import sample_of
+from twostroke.planning.layouts import Layout, router_mode, router_settings
+from twostroke.planning.workload import workload_sample
 from twostroke.protocol.errors import ConfigError
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import WorkerCrash
@@ -59,14 +59,14 @@ from twostroke.worker.profile import BLOCK_TOKENS, CALL_S
 
 EXACT_WORKERS, EXACT_REQUESTS = 16, 3_000
 """Up to so many, a run goes event by event unless the other way is asked for."""
-MOST_WORKERS = 10_000
+MAX_WORKERS = 10_000
 STARTUP_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet = parser.add_argument_group("the fleet")
     fleet.add_argument("--config", type=Path, metavar="FILE", help="whose replicas, SLO classes and autoscaling count")
-    fleet.add_argument("--fleet", type=fleet_of, metavar="prefill=N,decode=N", help="prefill=0: aggregated")
+    fleet.add_argument("--fleet", type=parse_fleet, metavar="prefill=N,decode=N", help="prefill=0: aggregated")
     fleet.add_argument(
         "--costs", default="160m-cpu", metavar="NAME|FILE", help=f"of `bench machine`, or {', '.join(PROFILES)}"
     )
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--learn", type=above_zero, default=20.0, metavar="S", help="of each of two learning loads there"
     )
-    fleet.add_argument("--rates", type=rates_of, metavar="RATE,...", help="of --against, instead of --rate")
+    fleet.add_argument("--rates", type=parse_rates, metavar="RATE,...", help="of --against, instead of --rate")
     fleet.add_argument("--faults", type=Path, metavar="FILE", help="JSON: [{at_s, role, which}], workers that crash")
     fleet.add_argument("--startup", type=above_zero, default=STARTUP_S, metavar="S", help="of a worker that is added")
     arrivals = parser.add_argument_group("arrivals")
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm-up", type=seconds_left_out, default=0.0, metavar="S", help="warm-up at the beginning, not judged"
     )
     of_run.add_argument("--max-context", type=context_tokens, default=8192, metavar="TOKENS")
-    of_run.add_argument("--slo", type=slo_of, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
+    of_run.add_argument("--slo", type=parse_slo, metavar="TIMES", help="ttft=S,tpot=S, or a preset of `loadtest`")
     of_run.add_argument("--seed", type=int, default=0)
     of_run.add_argument(
         "--events", choices=("auto", "exact", "coarse"), default="auto", help="docs/design/simulation.md"
@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     of_run.add_argument("--json", action="store_true", help="nothing but the last line")
 
 
-def fleet_of(text: str) -> dict[str, int]:
+def parse_fleet(text: str) -> dict[str, int]:
     """An argument's type."""
     try:
         counts = {name: int(count) for name, _, count in (part.partition("=") for part in text.split(","))}
@@ -116,8 +116,8 @@ def fleet_of(text: str) -> dict[str, int]:
         counts = {}
     if not {"decode"} <= counts.keys() <= {"prefill", "decode"} or counts["decode"] < 1 or min(counts.values()) < 0:
         raise argparse.ArgumentTypeError(f"{text}: write prefill=2,decode=2; decode is to be at least 1")
-    if max(counts.values()) > MOST_WORKERS:
-        raise argparse.ArgumentTypeError(f"{text}: give at most {MOST_WORKERS} of a role")
+    if max(counts.values()) > MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text}: give at most {MAX_WORKERS} of a role")
     return counts
 
 
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     config = read_config(load_yaml(arguments.config)) if arguments.config is not None else ClusterConfig()
-    profile = profile_of(arguments.costs)
+    profile = named_profile(arguments.costs)
     if arguments.kv_tokens is not None:
         if arguments.kv_tokens < BLOCK_TOKENS:
             raise ConfigError(f"--kv-tokens {arguments.kv_tokens}: less than a block of {BLOCK_TOKENS} tokens")
@@ -149,9 +149,9 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     plan = _plan(arguments)
     hits: PrefixHits | None = None
     if (tiers := TierHits.of(arguments, plan)) is not None:
-        profile, hits = tiers.apply(profile, sample_of(plan, plan.name).mean_prompt)
+        profile, hits = tiers.apply(profile, workload_sample(plan, plan.name).mean_prompt)
     prefill, decode = _counts(arguments, config)
-    layout = Layout(mode_of(prefill, config.router), profile, decode, profile if prefill else None, prefill)
+    layout = Layout(router_mode(prefill, config.router), profile, decode, profile if prefill else None, prefill)
     is_exact = _is_exact(arguments, config, plan, prefill + decode)
     if arguments.baselines:
         if profile.repeated:
@@ -208,7 +208,7 @@ def _against(arguments: argparse.Namespace) -> dict[str, Any]:
     interrupt_once()
     cells = against(
         arguments.against,
-        (Path(arguments.workload).stem, workload_of(arguments)),
+        (Path(arguments.workload).stem, make_workload(arguments)),
         arguments.rates or [_rate(arguments)],
         folder,
         _nothing if arguments.json else print,
@@ -223,19 +223,19 @@ def _against(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rate(arguments: argparse.Namespace) -> float:
-    arrivals = arrivals_of(arguments)
+    arrivals = make_arrivals(arguments)
     if not isinstance(arrivals, Poisson):
         raise ConfigError("--against: its arrivals are Poisson's: leave --arrivals away, and give --rate or --rates")
     return arrivals.rate
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    arrivals = arrivals_of(arguments)
+    arrivals = make_arrivals(arguments)
     seconds = arguments.seconds
     if arguments.day is not None:
         if not isinstance(arrivals, Poisson):
             raise ConfigError("--day says itself when requests arrive: leave --arrivals away, and give --rate")
-        arrivals = day_of(arguments.day, arrivals.rate)
+        arrivals = day_rates(arguments.day, arrivals.rate)
         seconds = DAY_S if seconds is None else seconds
     if seconds is None:
         seconds = 300.0
@@ -246,7 +246,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         model=arguments.costs,
         max_context=arguments.max_context,
         arrivals=arrivals,
-        workload=workload_of(arguments),
+        workload=make_workload(arguments),
         slo=arguments.slo or SLO(),
         seconds=seconds,
         name=Path(arguments.workload).stem,
@@ -358,7 +358,7 @@ def _coarse(
             f"a request of {longest:,} tokens has no room in a worker's {profile.kv_tokens:,} (--kv-tokens)"
         )
     one = slo.default_class
-    router = LiveRouter(slo, **router_settings(layout.mode), moves=moves)
+    router = SimulatedRouter(slo, **router_settings(layout.mode), moves=moves)
     fleet = CoarseFleet(layout.decode, arguments.startup, one.ttft_s or math.inf, one.tpot_s or math.inf, router=router)
     counts = layout.num_prefill, layout.num_decode
     memory = PolicyMemory()
@@ -373,7 +373,7 @@ def _coarse(
     look_s = autoscaling.interval_s if autoscaling.enabled else 1.0
     ends_s = requests[-1].at_s
     run_coarse(fleet, requests, scaler, counts, ends_s, look_s, progress)
-    return requests, scaling_of(fleet, counts, ends_s)
+    return requests, scaling_cost(fleet, counts, ends_s)
 
 
 def _coarse_records(requests: Sequence[CoarseRequest]) -> Iterator[Record]:
@@ -399,13 +399,13 @@ def _report(folder: Path, plan: Plan, records: Iterable[Record]) -> None:
     write_json(of_run.facts_path, _facts(0))
     with of_run.records_path(0).open("wb") as file:
         for record in records:
-            file.write(line_of(record))
+            file.write(record_line(record))
     write_report(of_run)
 
 
 def _told(plan: Plan, observed: Observations, workers: int, *, is_exact: bool, quiet: bool) -> dict[str, Any]:
     facts = _facts(workers)
-    summary = summary_of(plan, facts, observed, ())
+    summary = summarise_observations(plan, facts, observed, ())
     report: dict[str, Any] = {
         "workers": workers,
         "requests": int(judged_rows(plan, facts, observed).sum()),

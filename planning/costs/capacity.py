@@ -39,7 +39,7 @@ from twostroke.planning.costs.roofline import (
     ttft_floor_s,
     uncached_flops,
 )
-from twostroke.planning.search import PlanConstraints, fit_of, profiles_of
+from twostroke.planning.search import PlanConstraints, model_fit, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.worker.profile import WorkerProfile
 
@@ -129,7 +129,7 @@ class CapacityCase:
     @cached_property
     def room(self) -> Fit:
         """Raises ConfigError where so many GPUs can't share the model."""
-        return fit_of(self.shape, self.machine, self.terms)
+        return model_fit(self.shape, self.machine, self.terms)
 
     @property
     def knows_compute(self) -> bool:

@@ -25,7 +25,7 @@ from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.speculator import GAP_S, SEARCH_S
 from twostroke.worker.speculation.suffix_match import LEAST_MATCH
 
-MOST_DRAFTED = SpeculationConfig().num_speculative_tokens
+MAX_DRAFTED = SpeculationConfig().num_speculative_tokens
 PREDICTED = STRETCH - LEAST_MATCH - 2
 """Tokens of a piece that are predicted."""
 RIGHT = PREDICTED / (PREDICTED + 1)
@@ -70,7 +70,7 @@ def decode_step(
     if repeated <= 0 or batch <= 0:
         return best
     best_rate, right = batch / plain_s, 0.0
-    for most in range(1, MOST_DRAFTED + 1):
+    for most in range(1, MAX_DRAFTED + 1):
         # A step that has drafts at all has them of one request or more.
         several = max(1.0, batch * _drafting(repeated, right))
         part = min(1.0, (most_rows - batch) / several - (most - 1))
@@ -97,7 +97,7 @@ def most_tokens(repeated: float) -> float:
     return _tokens(repeated, _MOST_RIGHT)
 
 
-def repeated_of(num_accepted: float, num_generated: float) -> float:
+def repeated_share(num_accepted: float, num_generated: float) -> float:
     """Return the share that repeats of answers with so many tokens, of which so many came as drafts.
 
     Rows are taken to have cost nothing; a busy worker's share is larger.
@@ -107,7 +107,7 @@ def repeated_of(num_accepted: float, num_generated: float) -> float:
     return min(1.0, accepted * (1 + _MOST_RIGHT) / _MOST_RIGHT / _drafted_share(1.0))
 
 
-def step_of(
+def drafted_step(
     profile: WorkerProfile, batch: float, context: float, promised_s: float = math.inf, *, has_prompts: bool = False
 ) -> DecodeStep:
     """Return a decode step of a worker with so many requests of `context` tokens each, perhaps beside prompts.
@@ -126,7 +126,7 @@ def step_of(
     )
 
 
-_MOST_RIGHT = sum(RIGHT**place for place in range(1, MOST_DRAFTED + 1))
+_MOST_RIGHT = sum(RIGHT**place for place in range(1, MAX_DRAFTED + 1))
 
 
 def _drafted_share(repeated: float) -> float:

@@ -36,7 +36,7 @@ from twostroke.planning.costs.roofline import (
     uncached_flops,
     usd_per_million,
 )
-from twostroke.planning.search import PlanConstraints, machine_of
+from twostroke.planning.search import PlanConstraints, worker_hardware
 from twostroke.protocol.errors import ConfigError
 
 
@@ -179,7 +179,7 @@ def _used(way: str) -> float:
 @cache
 def _border(model: ModelConfig, on: str, prompt: int, answer: int, batch: int) -> Mapping[str, float]:
     terms = PlanConstraints()
-    machine = machine_of(HARDWARE[on], 1, "auto", terms)
+    machine = worker_hardware(HARDWARE[on], 1, "auto", terms)
     return border(CapacityCase("", model, machine, terms, (), 0.05, prompt, answer), batch)
 
 

@@ -13,8 +13,8 @@ from twostroke.loadtests.report.chart import (
     Plot,
     in_our_style,
     legend_below,
+    make_plot,
     panels,
-    plot_of,
     series_colour,
 )
 from twostroke.model.config import ModelShape
@@ -71,7 +71,7 @@ def roofline(machine: WorkerHardware, shape: ModelShape, of_phases: Mapping[str,
         "Left of a roof's ridge an operation waits for memory, right of it for arithmetic. "
         "Broken lines are the roofs of weights with two zeros in four."
     )
-    return plot_of("roofline", f"Roofline of a {hardware.title}", caption, figure)
+    return make_plot("roofline", f"Roofline of a {hardware.title}", caption, figure)
 
 
 def _neighbours(operations: Sequence[Operation]) -> dict[int, list[str]]:
@@ -102,7 +102,7 @@ def batch_sweep(batches: Sequence[int], rates: Mapping[str, Sequence[float]], ma
         chart.set_ylim(bottom=0)
     if len(rates) > 1:
         legend_below(figure, axes[0, 0], 2)
-    return plot_of("batch_sweep", "A decode worker by batch", "One step's tokens, and how long each waits.", figure)
+    return make_plot("batch_sweep", "A decode worker by batch", "One step's tokens, and how long each waits.", figure)
 
 
 @in_our_style
@@ -120,7 +120,7 @@ def kv_by_context(case: CapacityCase) -> Plot:
     chart.set_xlabel("tokens of context")
     chart.set_ylabel("GiB a request")
     chart.legend(loc="lower right")
-    return plot_of(
+    return make_plot(
         "kv_by_context", f"KV of {case.name}", "Where a line meets the broken one, one request fits.", figure
     )
 
@@ -146,10 +146,10 @@ def intensity_by_phase(case: CapacityCase) -> Plot:
         chart.set_ylabel("operations a byte")
     legend_below(figure, axes[0, 0], 4)
     caption = "Above the ridge an operation waits for arithmetic; a prompt's do, a decode step's attention never does."
-    return plot_of("intensity_by_phase", f"Intensity of {case.name}'s operations", caption, figure)
+    return make_plot("intensity_by_phase", f"Intensity of {case.name}'s operations", caption, figure)
 
 
-def pictures_of(case: CapacityCase) -> list[Plot]:
+def case_pictures(case: CapacityCase) -> list[Plot]:
     """Draw a case's roofline, its sweep of batches, KV and intensities."""
     swept = sweep(case)
     batch = max(1, case.best_batch)

@@ -54,7 +54,7 @@ H100 = WorkerProfile(
 PROFILES = {one.name: one for one in (SMALL, ONE_B, H100)}
 
 
-def profile_of(name: str) -> WorkerProfile:
+def named_profile(name: str) -> WorkerProfile:
     """Return a known profile, or a file's. Raises ConfigError."""
     return PROFILES[name] if name in PROFILES else read_profile(Path(name))
 
@@ -72,7 +72,8 @@ def read_profile(path: Path) -> WorkerProfile:
         raise ConfigError(f"--costs {path}: {error}") from error
     for field, costs in (("costs", profile.costs), ("beside", profile.beside)):
         if costs is not None and min(msgspec.structs.astuple(costs)) < 0:
-            raise ConfigError(f"--costs {path}: {field}: below 0: measure anew by `twostroke bench machine --costs`")
+            anew = "measure anew by `twostroke bench machine --costs`"
+            raise ConfigError(f"--costs {path}: {field}: seconds below 0: {anew}")
     return profile
 
 

@@ -23,7 +23,7 @@ from twostroke.model.published.hardware import EFFICIENCY, PEAK, Efficiency, Har
 from twostroke.protocol.stats import StepCosts
 
 SUMS_A_LAYER = 2
-MOST_BATCH = 1 << 16
+MAX_BATCH = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def largest_batch(token_s: Callable[[int], float], tpot_s: float) -> int:
 
     `token_s` tells a token's time by the batch. It rises with the batch, so halving finds it.
     """
-    low, high = 0, MOST_BATCH
+    low, high = 0, MAX_BATCH
     while low < high:
         middle = (low + high + 1) // 2
         if token_s(middle) <= tpot_s:
@@ -291,7 +291,7 @@ def step_costs(machine: WorkerHardware, shape: ModelShape, context: float, step_
 
     experts_s = 0.0
     if experts:
-        read = next(one for one in decode_operations(shape, MOST_BATCH, context, machine.held) if one.name == "experts")
+        read = next(one for one in decode_operations(shape, MAX_BATCH, context, machine.held) if one.name == "experts")
         rate = machine.hardware.read_bytes_per_s * machine.efficiency.read
         experts_s = read.weight_bytes / machine.ranks / rate
 

@@ -16,7 +16,7 @@ from twostroke.planning.costs.roofline import (
     ttft_floor_s,
     usd_per_million,
 )
-from twostroke.planning.search import PlanConstraints, fit_of, machine_of
+from twostroke.planning.search import PlanConstraints, model_fit, worker_hardware
 
 PLACES = (
     ("Llama-3.1-8B", "l40s", 1),
@@ -101,7 +101,7 @@ def _model(name: str) -> Mapping[str, str]:
 def _room(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
     shape = published_model(name)
     found, in_fp8 = (
-        fit_of(shape, machine_of(HARDWARE[gpu], ranks, "auto", terms), terms)
+        model_fit(shape, worker_hardware(HARDWARE[gpu], ranks, "auto", terms), terms)
         for terms in (PlanConstraints(2.0), PlanConstraints(1.0))
     )
     return {
@@ -117,7 +117,10 @@ def _room(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
 
 
 def _operations() -> Iterator[Mapping[str, str]]:
-    shape, machine = published_model("Llama-3.1-8B"), machine_of(HARDWARE["h100-80gb"], 1, "auto", PlanConstraints())
+    shape, machine = (
+        published_model("Llama-3.1-8B"),
+        worker_hardware(HARDWARE["h100-80gb"], 1, "auto", PlanConstraints()),
+    )
     phases = {f"prompt of {PROMPT:,}": prefill_operations(shape, PROMPT)}
     phases |= {f"decode, batch {batch}": decode_operations(shape, batch, PROMPT) for batch in (1, 32, 256)}
     for phase, operations in phases.items():
@@ -140,7 +143,7 @@ def _experts(name: str) -> Mapping[str, str]:
 
 
 def _floors(name: str, gpu: str, ranks: int) -> Mapping[str, str]:
-    shape, machine = published_model(name), machine_of(HARDWARE[gpu], ranks, "auto", PlanConstraints())
+    shape, machine = published_model(name), worker_hardware(HARDWARE[gpu], ranks, "auto", PlanConstraints())
 
     def token_s(batch: int) -> float:
         return machine.decode_s(shape, batch, PROMPT)

@@ -13,7 +13,7 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.costs.operations import MachineLimits
 from twostroke.model.machine_limits import row_of
 from twostroke.model.published.hardware import hardware_of
-from twostroke.planning.search import PlanConstraints, machine_of, profiles_of
+from twostroke.planning.search import PlanConstraints, profiles_of, worker_hardware
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError
 
@@ -27,7 +27,7 @@ def test_the_row_is_the_medians_and_comes_back_from_its_file(tmp_path: Path) -> 
     file = tmp_path / "cpu.json"
     file.write_bytes(msgspec.json.encode(row))
     assert hardware_of(str(file)) == row
-    held = machine_of(row, 1, "auto", PlanConstraints()).held
+    held = worker_hardware(row, 1, "auto", PlanConstraints()).held
     assert (held.itemsize, held.kv_itemsize) == (4.0, 4.0)
     assert row_of(ROUNDS, torch.bfloat16, "this-cpu", 0.1).itemsize == 2.0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from twostroke.loadtests.generator.http_stream import BadResponse, Piece, events_of, response_of, text_of
+from twostroke.loadtests.generator.http_stream import BadResponse, Piece, body_text, read_response, sse_events
 
 MODEL = "twostroke-bundled"
 
@@ -150,13 +150,13 @@ async def _receive(target: ServerAddress, request: KeyedRequest, pieces: list[Pi
 
 def _read(pieces: list[Piece], answer: ClientAnswer) -> None:
     """Raises BadResponse or ValueError where that breaks off, or is no answer; what came before is in `answer`."""
-    head, body = response_of(pieces)
+    head, body = read_response(pieces)
     answer.status = head.status
     if not answer.is_accepted:
         answer.retry_after_s = float(head.fields["retry-after"]) if "retry-after" in head.fields else None
-        answer.error = answer.error or text_of(body)
+        answer.error = answer.error or body_text(body)
         return
-    for event in events_of(body):
+    for event in sse_events(body):
         if event.data == b"[DONE]":
             answer.has_end = True
         else:

@@ -23,7 +23,7 @@ import msgspec
 
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import SLO
-from twostroke.loadtests.workloads.arrivals import seed_of
+from twostroke.loadtests.workloads.arrivals import derive_seed
 
 MODEL = "stub"
 VOCABULARY = 32_000
@@ -54,7 +54,7 @@ class Script:
 
 def key_of(prompt: Sequence[int | str]) -> int:
     """Return a key that tells a prompt from others."""
-    return seed_of("script", *prompt[:KEY_TOKENS])
+    return derive_seed("script", *prompt[:KEY_TOKENS])
 
 
 def steady(draw: random.Random, tokens: int) -> Script:

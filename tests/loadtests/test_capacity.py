@@ -20,8 +20,8 @@ from twostroke.loadtests.capacity import (
     SweepEnded,
     SweepPoint,
     bracket,
-    capacity_of,
     crossing,
+    find_capacity,
     geometric_mean,
     interval,
     next_rate,
@@ -133,7 +133,7 @@ def test_the_interval_is_students() -> None:
 PLAN = Plan("http://127.0.0.1:1", "m", 4096, Gamma(1.0, 2.0), Fixed(10, 10), SLO(ttft_s=1.0), seconds=60.0, seed=100)
 
 
-def summary_of(attainment: float, validity: Validity) -> Summary:
+def summarise_observations(attainment: float, validity: Validity) -> Summary:
     known = {
         "name": "run",
         "attainment": Estimate(attainment),
@@ -168,7 +168,7 @@ class FakeServer:
         assert isinstance(plan.arrivals, Gamma)
         invalid = len(self.plans) in self.invalid_runs or plan.arrivals.rate >= self.invalid_from
         validity = Validity(False, ("too late",)) if invalid else Validity(True)
-        return summary_of(self.attainment(plan.arrivals.rate), validity)
+        return summarise_observations(self.attainment(plan.arrivals.rate), validity)
 
     def sweep(self, folder: Path, budget_s: float = 1e9) -> Sweep:
         return Sweep(PLAN, folder, self.run_at, self.said.append, budget_s, clock=lambda: self.now)
@@ -278,6 +278,6 @@ def test_arrivals_without_a_rate_are_refused_before_anything_runs(tmp_path: Path
 def test_the_search_finds_an_edge_wherever_it_lies() -> None:
     for edge in (0.003, 0.9, 1.0, 77.0):
         search = SearchRange(1.0, precision=0.01, least=1e-6)
-        found = capacity_of(lambda rate, edge=edge: float(rate <= edge), 0.5, search)  # type: ignore[misc]
+        found = find_capacity(lambda rate, edge=edge: float(rate <= edge), 0.5, search)  # type: ignore[misc]
         assert found == pytest.approx(edge, rel=0.01)
-    assert capacity_of(lambda rate: 0.0, 0.5, SearchRange(1.0)) == 0.0
+    assert find_capacity(lambda rate: 0.0, 0.5, SearchRange(1.0)) == 0.0

@@ -11,11 +11,11 @@ import pytest
 
 from tests.cluster.command_line import answering
 from tests.loadtests.report.runs import drawn, facts, plan, read_sweep, write_run
-from tests.loadtests.test_capacity import PLAN, summary_of
+from tests.loadtests.test_capacity import PLAN, summarise_observations
 from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.commands import arguments as plan_arguments
 from twostroke.loadtests.commands import compare, measure, write_plan
-from twostroke.loadtests.commands.arguments import plan_of, with_slo_multiple
+from twostroke.loadtests.commands.arguments import make_plan, with_slo_multiple
 from twostroke.loadtests.plan import SLO, Closed, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import Counts, Spread, Summary, Validity, summarise
@@ -49,7 +49,7 @@ def test_plan_writes_what_run_and_locust_carry_out_and_nothing_else_to_standard_
     assert "locust -f" in written.err
     file = tmp_path / "plan.json"
     file.write_text(written.out)
-    assert plan_of(parsed(plan_arguments.add_plan_arguments, "--plan", file)) == made
+    assert make_plan(parsed(plan_arguments.add_plan_arguments, "--plan", file)) == made
 
 
 def test_plan_writes_none_that_can_t_be_carried_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_the_folder_of_another_sweep_is_not_written_over(tmp_path: Path) -> None
 
 
 def test_a_sweep_without_an_slo_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "plan_of", lambda arguments, arrivals: NO_SLO)
+    monkeypatch.setattr(measure, "make_plan", lambda arguments, arrivals: NO_SLO)
     with pytest.raises(LoadTestError, match="give --slo or --slo-multiple"):
         measure.run_sweep(parsed_sweep("--output", str(tmp_path)))
 
@@ -161,14 +161,14 @@ def test_a_sweep_without_an_slo_is_refused(tmp_path: Path, monkeypatch: pytest.M
 def test_a_server_that_goes_away_ends_the_sweep_with_a_report_of_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = iter([summary_of(1.0, Validity(True))])
+    found = iter([summarise_observations(1.0, Validity(True))])
 
     def run_at(plan: Plan, folder: Path) -> Summary:
         if (summary := next(found, None)) is None:
             raise LoadTestError("no server answers")
         return summary
 
-    monkeypatch.setattr(measure, "plan_of", lambda arguments, arrivals: PLAN)
+    monkeypatch.setattr(measure, "make_plan", lambda arguments, arrivals: PLAN)
     monkeypatch.setattr(measure, "_run_at", run_at)
     monkeypatch.setattr(measure, "write_sweep_report", read_sweep)
     assert measure.run_sweep(parsed_sweep("--output", str(tmp_path))) == 1
@@ -198,7 +198,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, summary: Summary) -> list[Plan]:
 
 def result(ok: int) -> Summary:
     fields = {"counts": Counts(ok, ok, 0, 0, 0, ok, ok, ok), "ttft": spread(0.2), "tpot": spread(0.01)}
-    whole = summary_of(1.0, Validity(True))
+    whole = summarise_observations(1.0, Validity(True))
     return Summary(**({name: getattr(whole, name) for name in Summary.__struct_fields__} | fields))
 
 
@@ -245,7 +245,7 @@ def lose_after(monkeypatch: pytest.MonkeyPatch, num_requests: int, folder: Path)
         write_run(folder, drawn(num_requests, 10.0), run_facts=facts(ended_early=True))
         raise RunLost("sending process 0 was killed by SIGKILL")
 
-    monkeypatch.setattr(measure, "plan_of", lambda arguments: plan())
+    monkeypatch.setattr(measure, "make_plan", lambda arguments: plan())
     monkeypatch.setattr(measure, "run_plan", run_plan)
     return parsed(measure.add_run_arguments, "--output", folder)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.command_line import answering
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.commands.arguments import SLO_PRESETS, add_plan_arguments, plan_of, server_url, slo_of
+from twostroke.loadtests.commands.arguments import SLO_PRESETS, add_plan_arguments, make_plan, parse_slo, server_url
 from twostroke.loadtests.plan import (
     SLO,
     Arrivals,
@@ -40,7 +40,7 @@ def arguments(*words: str) -> argparse.Namespace:
 def plan_from(*words: str, **card: object) -> Plan:
     models = {"data": [{"id": "m", "owned_by": "somebody", "max_model_len": 2048} | card, {"id": "other"}]}
     with answering({"/v1/models": json.dumps(models).encode()}) as url:
-        return plan_of(arguments("--url", url, *words))
+        return make_plan(arguments("--url", url, *words))
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_what_the_server_tells_need_not_be_given() -> None:
     ],
 )
 def test_an_slo_is_times_or_a_preset(text: str, slo: SLO) -> None:
-    assert slo_of(text) == slo
+    assert parse_slo(text) == slo
 
 
 def test_an_slo_of_minutes_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
-    assert slo_of("ttft=1000,tpot=50") == SLO(1000.0, 50.0)
+    assert parse_slo("ttft=1000,tpot=50") == SLO(1000.0, 50.0)
     assert capsys.readouterr().err.splitlines() == [
         "--slo ttft=1000,tpot=50: ttft is 1000 seconds; milliseconds are written 1000ms",
         "--slo ttft=1000,tpot=50: tpot is 50 seconds; milliseconds are written 50ms",
     ]
-    slo_of("ttft=60,tpot=5")
+    parse_slo("ttft=60,tpot=5")
     assert capsys.readouterr().err == ""
 
 
@@ -173,8 +173,8 @@ def test_a_plan_of_a_file_is_repeated_as_it_is_on_any_server(tmp_path: Path) -> 
     plan = plan_from("--rate", "1", "--seed", "7")
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     words = ["--plan", str(tmp_path / "plan.json")]
-    assert plan_of(arguments(*words)) == plan
-    elsewhere = plan_of(arguments(*words, "--url", "http://there", "--name", "again"))
+    assert make_plan(arguments(*words)) == plan
+    elsewhere = make_plan(arguments(*words, "--url", "http://there", "--name", "again"))
     assert elsewhere == msgspec.structs.replace(plan, url="http://there", name="again")
     with pytest.raises(LoadTestError, match="--seed can't stand beside --plan"):
-        plan_of(arguments(*words, "--seed", "8"))
+        make_plan(arguments(*words, "--seed", "8"))

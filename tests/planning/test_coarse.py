@@ -8,7 +8,7 @@ import pytest
 
 from twostroke.loadtests.report.estimates import percentile
 from twostroke.planning.coarse.fleet import CoarseFleet, run
-from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarseRequest
 from twostroke.planning.costs.profiles import SMALL
 from twostroke.router.routing.chooser import Roles
@@ -47,7 +47,7 @@ def coarse(
     roles: Roles = "flexible",
     profile: WorkerProfile = SMALL,
 ) -> list[CoarseRequest]:
-    router = LiveRouter(slo or SLOConfig(), candidates=candidates, roles=roles)
+    router = SimulatedRouter(slo or SLOConfig(), candidates=candidates, roles=roles)
     fleet = CoarseFleet(profile, 0.0, math.inf, math.inf, router=router)
     requests = [CoarseRequest(*one) for one in trace]
     run(fleet, requests, lambda _: (prefill, decode), (prefill, decode), requests[-1].at_s)
@@ -106,7 +106,7 @@ def test_about_as_many_streams_move_away_from_prompts_as_event_by_event() -> Non
 def test_a_stream_that_moves_stands_still_for_a_part_of_a_blocks_prefill() -> None:
     """One stream, whose prefill worker gets a prompt after two seconds: the decode worker is idle."""
     stream, prompt = CoarseRequest(0.0, 100, 1_000), CoarseRequest(2.0, 4_000, 2)
-    router = LiveRouter(SLOConfig())
+    router = SimulatedRouter(SLOConfig())
     fleet = CoarseFleet(SMALL, 0.0, math.inf, math.inf, router=router)
     fleet.scale(1, 1, 0.0)
     router.follow(fleet.prefill, fleet.decode, 0.0)
@@ -126,7 +126,7 @@ def test_a_draining_workers_streams_go_on_at_others_at_once() -> None:
 
     hours = []
     for moves in (False, True):
-        fleet = CoarseFleet(SMALL, 0.0, math.inf, math.inf, LiveRouter(SLOConfig(), moves=moves))
+        fleet = CoarseFleet(SMALL, 0.0, math.inf, math.inf, SimulatedRouter(SLOConfig(), moves=moves))
         requests = [CoarseRequest(0.1 * number, 50, 3_000) for number in range(10)]
         run(fleet, requests, scaler, (0, 2), 30.0)
         assert fleet.moved == (5 if moves else 0)

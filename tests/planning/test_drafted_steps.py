@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.planning.test_coarse import coarse, lengths
-from twostroke.planning.costs.drafted_steps import decode_step, most_tokens, repeated_of, step_of
+from twostroke.planning.costs.drafted_steps import decode_step, drafted_step, most_tokens, repeated_share
 from twostroke.planning.costs.profiles import H100, SMALL
 from twostroke.planning.layouts import Layout
-from twostroke.planning.queueing import batch_of
+from twostroke.planning.queueing import batch_sizes
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.simulator.deployment import NEW, TracedRequest, Users, answer_token, serve
 from twostroke.worker.profile import WorkerProfile
@@ -46,7 +46,7 @@ def test_a_decode_step_is_as_event_by_event(known: WorkerProfile, users: int, re
     costs = replace(known.costs, token_s=1e-9, pair_s=0.0, context_s=known.costs.context_s / 50)
     profile = replace(known, costs=costs, repeated=repeated, kv_tokens=400_000)
     token_s, tokens = exact(profile, users)
-    step = step_of(profile, users, 1300)
+    step = drafted_step(profile, users, 1300)
     assert step.token_s == pytest.approx(token_s, rel=0.12)
     assert step.tokens == pytest.approx(tokens, rel=0.15)
 
@@ -63,7 +63,7 @@ def test_an_aggregated_fleet_writes_as_quickly_as_event_by_event(rate: float, re
 
 
 def test_a_step_without_repeated_text_is_the_plain_one() -> None:
-    step = step_of(SMALL, 7, 300.0, 0.001, has_prompts=True)
+    step = drafted_step(SMALL, 7, 300.0, 0.001, has_prompts=True)
     assert (step.seconds, step.drafted, step.tokens) == (step.plain_s, 0.0, 1.0)
 
 
@@ -81,8 +81,8 @@ def test_rows_are_drafted_as_far_as_they_pay_and_have_room_and_keep_the_promise(
 
 def test_a_share_is_found_again_from_what_was_accepted() -> None:
     tokens = most_tokens(0.4)
-    assert repeated_of(1 - 1 / tokens, 1) == pytest.approx(0.4)
-    assert (repeated_of(0, 100), repeated_of(0, 0), repeated_of(99, 100)) == (0.0, 0.0, 1.0)
+    assert repeated_share(1 - 1 / tokens, 1) == pytest.approx(0.4)
+    assert (repeated_share(0, 100), repeated_share(0, 0), repeated_share(99, 100)) == (0.0, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("repeated", [0.3, 0.6])
@@ -99,7 +99,7 @@ def test_formulas_know_that_answers_end_sooner_where_drafts_are_right() -> None:
     for repeated in (0.0, 0.6):
         layout = Layout("disaggregated", H100, 1, H100, 1).with_repeated(repeated)
         served.append(layout.goodput(workload, promise))
-        batch = batch_of(layout.decode, workload, 20.0)
+        batch = batch_sizes(layout.decode, workload, 20.0)
         assert batch is not None
         batches.append(batch.mean)
     assert served[1] > 5.0 > served[0] == 0

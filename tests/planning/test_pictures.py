@@ -7,9 +7,9 @@ import pytest
 from twostroke.model.published.hardware import HARDWARE
 from twostroke.model.published.models import published_model
 from twostroke.planning.costs.capacity import CapacityCase
-from twostroke.planning.costs.pictures import batch_sweep, phases, pictures_of, roofline, write_pictures
+from twostroke.planning.costs.pictures import batch_sweep, case_pictures, phases, roofline, write_pictures
 from twostroke.planning.costs.roofline import WorkerHardware
-from twostroke.planning.search import PlanConstraints, machine_of
+from twostroke.planning.search import PlanConstraints, worker_hardware
 from twostroke.protocol.errors import ConfigError
 
 PNG = b"\x89PNG"
@@ -27,9 +27,9 @@ def test_equal_data_draw_equal_pictures() -> None:
 
 def test_a_case_is_drawn_in_four_pictures(tmp_path: Path) -> None:
     terms = PlanConstraints()
-    machine = machine_of(HARDWARE["h100-80gb"], 1, "auto", terms)
+    machine = worker_hardware(HARDWARE["h100-80gb"], 1, "auto", terms)
     case = CapacityCase("Llama-3.1-8B", published_model("Llama-3.1-8B"), machine, terms, (4096,), 0.05, 512, 256)
-    write_pictures(tmp_path / "report", pictures_of(case))
+    write_pictures(tmp_path / "report", case_pictures(case))
     drawn = {file.name: file.read_bytes() for file in (tmp_path / "report").iterdir()}
     assert drawn.keys() == {"roofline.png", "batch_sweep.png", "kv_by_context.png", "intensity_by_phase.png"}
     assert all(png.startswith(PNG) for png in drawn.values())

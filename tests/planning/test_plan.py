@@ -10,10 +10,10 @@ import yaml
 from msgspec import structs
 
 from twostroke.cluster.cli import main
-from twostroke.planning.answer import settings_of
+from twostroke.planning.answer import layout_settings
 from twostroke.planning.commands.plan import add_arguments, run
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.workload import promise_of
+from twostroke.planning.workload import parse_promise
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
@@ -110,8 +110,8 @@ def test_settings_of_every_mode_pass_the_check(mode: Any, tmp_path: Path) -> Non
         else structs.replace(profile, name="a", hardware="h100-80gb", ranks=1, shares_contexts=False)
     )
     layout = Layout(mode, profile, 3, prefill, 0 if prefill is None else 2)
-    settings = settings_of(
-        layout, "bundled", promise_of("ttft_p90_s=1,tpot_p90_s=0.05"), kv_cache_dtype="fp8", on_cpu=False
+    settings = layout_settings(
+        layout, "bundled", parse_promise("ttft_p90_s=1,tpot_p90_s=0.05"), kv_cache_dtype="fp8", on_cpu=False
     )
     file = tmp_path / "serving.yaml"
     file.write_text(yaml.safe_dump(settings))

@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.queueing import batch_of, erlang_c, late_s, rows_s, wait_of
-from twostroke.planning.workload import SLOTargets, Workload, promise_of
+from twostroke.planning.queueing import batch_sizes, erlang_c, late_s, queue_wait, rows_s
+from twostroke.planning.workload import SLOTargets, Workload, parse_promise
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
@@ -26,29 +26,29 @@ WORKLOAD = Workload("two lengths", ((200, 40), (1200, 100)))
 def test_one_server_waits_as_pollaczek_and_erlang_say() -> None:
     assert erlang_c(1, 0.7) == pytest.approx(0.7)
     assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
-    memoryless, constant = wait_of(0.8, 1, 1.0, 2.0), wait_of(0.8, 1, 1.0, 1.0)
+    memoryless, constant = queue_wait(0.8, 1, 1.0, 2.0), queue_wait(0.8, 1, 1.0, 1.0)
     assert memoryless is not None
     assert constant is not None
     assert memoryless.mean_s == pytest.approx(4.0)
     assert constant.mean_s == pytest.approx(2.0)
     assert memoryless.share_within(np.array([3.0, -1.0])) == pytest.approx((1 - 0.8 * math.exp(-0.2 * 3.0)) / 2)
-    assert wait_of(1.0, 1, 1.0, 1.0) is None
+    assert queue_wait(1.0, 1, 1.0, 1.0) is None
 
 
 def test_a_batch_is_poissons_where_steps_are_alike_and_geometric_where_rows_share_all_of_them() -> None:
     alike = structs.replace(KIND, costs=StepCosts(base_s=0.01, token_s=0.0, pair_s=0.0, row_s=0.0, context_s=0.0))
-    poisson = batch_of(alike, WORKLOAD, rate=10.0)
+    poisson = batch_sizes(alike, WORKLOAD, rate=10.0)
     assert poisson is not None
     assert (poisson.mean, poisson.variance) == (pytest.approx(7.0), pytest.approx(7.0))
     shared = structs.replace(KIND, costs=StepCosts(base_s=0.0, token_s=0.0, pair_s=0.0, row_s=0.001, context_s=0.0))
-    geometric = batch_of(shared, WORKLOAD, rate=10.0)  # busy for 0.7 of the time
+    geometric = batch_sizes(shared, WORKLOAD, rate=10.0)  # busy for 0.7 of the time
     assert geometric is not None
     assert (geometric.mean, geometric.variance) == (pytest.approx(0.7 / 0.3), pytest.approx(0.7 / 0.3**2, rel=1e-4))
-    assert batch_of(KIND, WORKLOAD, rate=1e4) is None
+    assert batch_sizes(KIND, WORKLOAD, rate=1e4) is None
 
 
 def test_a_batch_obeys_littles_law() -> None:
-    batch = batch_of(KIND, WORKLOAD, rate=10.0)
+    batch = batch_sizes(KIND, WORKLOAD, rate=10.0)
     assert batch is not None
     step_s = rows_s(KIND, batch.mean + 1, WORKLOAD.mean_context)  # an answer's, beside those that it met
     assert batch.mean == pytest.approx(10.0 * WORKLOAD.mean_answer * step_s, rel=0.01)
@@ -101,11 +101,11 @@ def test_a_workloads_few_requests_stand_for_all() -> None:
 @pytest.mark.parametrize("text", ["ttft_p90_s=1", "ttft_p90_s=1,tpot_p90_s=0", "ttft_p20_s=1,tpot_p90_s=1", "ttft=1"])
 def test_a_promise_that_says_too_little_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--slo"):
-        promise_of(text)
+        parse_promise(text)
 
 
 def test_a_promise_is_read_with_its_percentiles() -> None:
-    assert promise_of("ttft_p99_s=2,tpot_p50_s=0.1") == SLOTargets(2.0, 0.1, 0.99, 0.5)
+    assert parse_promise("ttft_p99_s=2,tpot_p50_s=0.1") == SLOTargets(2.0, 0.1, 0.99, 0.5)
 
 
 def test_idle_prefill_workers_write_answers_unless_roles_are_fixed() -> None:

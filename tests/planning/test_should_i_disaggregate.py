@@ -12,7 +12,7 @@ from twostroke.cluster.cli import main
 from twostroke.loadtests.capacity import Capacity, SweepPoint, SweepResult
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.planning.commands import should_i_disaggregate as verdict
-from twostroke.planning.commands.should_i_disaggregate import Found, flips_of, tell, words_of
+from twostroke.planning.commands.should_i_disaggregate import Found, find_flips, tell, verdict_words
 from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.layouts import Layout, Mode
 from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation
@@ -45,7 +45,7 @@ def test_the_answer_flips_where_another_mode_leads_and_not_by_a_hair() -> None:
         (1024.0, {"aggregated": 1.0, "hybrid": 1.5}),
         (4096.0, {"aggregated": 0.0, "hybrid": 0.0}),
     ]
-    assert flips_of("prompt_tokens", swept) == [
+    assert find_flips("prompt_tokens", swept) == [
         {"what": "prompt_tokens", "at": 1024.0, "before": "aggregated", "after": "hybrid"}
     ]
 
@@ -63,18 +63,18 @@ def test_a_lead_within_what_is_uncertain_is_a_draw() -> None:
     clear = tell(found_of(aggregated=2.0, hybrid=3.0))
     assert (clear["best"], clear["is_clear"], clear["basis"]) == ("hybrid", True, "simulation alone")
     assert clear["by"] == pytest.approx(0.5)
-    assert words_of(clear)[0].startswith("Yes: hybrid keeps the promise for 3 requests a second, 50% more")
+    assert verdict_words(clear)[0].startswith("Yes: hybrid keeps the promise for 3 requests a second, 50% more")
     draw = tell(found_of(aggregated=2.0, hybrid=2.02))
     assert not draw["is_clear"]
-    assert "take it for a draw" in words_of(draw)[0]
-    assert words_of(tell(found_of(aggregated=3.0, hybrid=2.0)))[0].startswith("No: aggregated")
+    assert "take it for a draw" in verdict_words(draw)[0]
+    assert verdict_words(tell(found_of(aggregated=3.0, hybrid=2.0)))[0].startswith("No: aggregated")
     assert tell(found_of(aggregated=1.0))["best"] is None
 
 
 def test_capacities_that_no_rate_has_bracketed_are_said_to_be_simulated() -> None:
     found = found_of(aggregated=4.0, hybrid=5.0)
     found.measured = {"aggregated": measured_at(None), "hybrid": measured_at(5.5)}
-    told = words_of(tell(found))[2]
+    told = verdict_words(tell(found))[2]
     assert told.startswith("The capacity of aggregated is simulated: of the rates measured there all held, or none; ")
     assert "--rates around 4 would measure it" in told
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
-from twostroke.planning.costs.profiles import SMALL, profile_of
+from twostroke.planning.costs.profiles import SMALL, named_profile
 from twostroke.protocol.errors import ConfigError
 
 FIGURES = {
@@ -76,7 +76,7 @@ def test_the_autoscaler_of_the_configuration_decides(capsys: pytest.CaptureFixtu
 def test_costs_are_read_from_a_file_and_a_wrong_one_is_told(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_bytes(msgspec.json.encode(SMALL))
-    assert profile_of(str(path)) == SMALL
+    assert named_profile(str(path)) == SMALL
     for wrong in (["--costs", str(tmp_path / "none.json")], ["--costs", str(Path(__file__))], ["--fleet", "decode=0"]):
         with pytest.raises(SystemExit) if wrong[0] == "--fleet" else _nothing():
             assert main([*ASKED, "--requests", "3", *wrong]) == 2
@@ -183,4 +183,4 @@ def test_costs_that_no_worker_has_are_refused_by_name(change: dict[str, object],
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps(msgspec.to_builtins(SMALL) | change))
     with pytest.raises(ConfigError, match=re.escape(told)):
-        profile_of(str(costs))
+        named_profile(str(costs))

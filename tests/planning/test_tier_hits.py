@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tests.cluster.command_line import one_line
 from twostroke.cluster.cli import main
-from twostroke.planning.commands.options import hits_of, tier_of
+from twostroke.planning.commands.options import tier_hit_shares, tier_option
 from twostroke.planning.costs.profiles import H100, ONE_B
 from twostroke.planning.costs.tier_hits import CACHE, TierSize, found_shares, with_hits
 
@@ -245,13 +245,13 @@ def test_what_no_simulation_knows_is_refused_and_says_what_to_give(
 @pytest.mark.parametrize("text", ["disk=1TB", "gpu=1GB@2GB/s", "tape=1TB@1GB/s", "disk@1GB/s", "disk=x@1GB/s", "disk"])
 def test_a_tier_is_a_name_with_a_size_and_a_speed(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write"):
-        tier_of(text)
+        tier_option(text)
 
 
 def test_sizes_and_shares_are_read_with_their_units() -> None:
-    assert (tier_of("disk=1TB@2GB/s").num_bytes, tier_of("disk=1TB@2GB/s").bytes_per_s) == (1e12, 2e9)
-    assert tier_of("shared=unbounded@500MB/s").num_bytes == tier_of("gpu=40GiB").bytes_per_s == math.inf
-    assert hits_of("disk=0.4,host=0.1") == {"disk": 0.4, "host": 0.1}
+    assert (tier_option("disk=1TB@2GB/s").num_bytes, tier_option("disk=1TB@2GB/s").bytes_per_s) == (1e12, 2e9)
+    assert tier_option("shared=unbounded@500MB/s").num_bytes == tier_option("gpu=40GiB").bytes_per_s == math.inf
+    assert tier_hit_shares("disk=0.4,host=0.1") == {"disk": 0.4, "host": 0.1}
     for wrong in ("disk", "tape=0.1", "disk=2", "disk=0.6,host=0.5", "disk=nan"):
         with pytest.raises(argparse.ArgumentTypeError, match="shares"):
-            hits_of(wrong)
+            tier_hit_shares(wrong)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twostroke.loadtests.generator.http_stream import ClientExchange, endpoint_of
+from twostroke.loadtests.generator.http_stream import ClientExchange, make_endpoint
 from twostroke.loadtests.generator.run_facts import api_key
 
 PATIENCE_S = 300.0
@@ -33,7 +33,7 @@ async def stream_completion(url: str, body: Mapping[str, Any], limit_s: float = 
     result = ClientExchange(time.monotonic())
     try:
         async with asyncio.timeout(limit_s):
-            endpoint = endpoint_of(url, api_key())
+            endpoint = make_endpoint(url, api_key())
             reader, writer = await asyncio.open_connection(*endpoint.address[:2])
             try:
                 writer.write(endpoint.request("/v1/completions", payload))

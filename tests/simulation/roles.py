@@ -56,7 +56,7 @@ class Figures:
         )
 
 
-def profile_of(factor: float | None, num_workers: int) -> WorkerProfile:
+def named_profile(factor: float | None, num_workers: int) -> WorkerProfile:
     """Return a worker of `num_workers` that share a GPU, unless there is no `factor`."""
     if factor is None:
         return H100
@@ -80,7 +80,7 @@ def figures_of(gpus: str, fleet: tuple[int, int], mode: Mode, users: int, second
     factor = SHARED[gpus]
     if mode == "aggregated":
         prefill, decode = 0, 1 if factor else sum(fleet)
-    profile = profile_of(factor, prefill + decode)
+    profile = named_profile(factor, prefill + decode)
     with unheard():
         run = serve(
             asked(),

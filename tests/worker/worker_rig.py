@@ -212,7 +212,7 @@ async def running_worker(
     own: SimTiers | None = None
     if tiers is not None:
         storage, plan = tiers
-        own = storage.tiers_of(plan, role, peer, parts.store.layout, parts.network, links, TRANSFERS)
+        own = storage.make_tiers(plan, role, peer, parts.store.layout, parts.network, links, TRANSFERS)
     deps = WorkerDeps(
         peer,
         engine,

@@ -11,16 +11,16 @@ from flask import Flask
 from tests.cluster.command_line import answering
 from twostroke.loadtests.generator import locust_head as live_page
 from twostroke.loadtests.generator.live import (
-    LEAST_S,
+    MIN_S,
     WINDOW_S,
     Histogram,
     LiveFigures,
     RunProgress,
     Second,
     count,
-    line_of,
     met,
     percentile,
+    record_line,
     series,
 )
 from twostroke.loadtests.generator.locust_head import LocustHead
@@ -48,7 +48,7 @@ def test_a_percentile_is_right_within_one_percent(percent: int) -> None:
 
 def test_of_nothing_there_is_no_percentile_and_what_is_early_counts_as_the_least() -> None:
     assert percentile([], 50) is None
-    assert percentile([of([-0.5, 0.0])], 50) == LEAST_S
+    assert percentile([of([-0.5, 0.0])], 50) == MIN_S
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ BEGINNING = RunProgress(0.5, 2, 2, 0, 0, 0, None, None, None, is_over=False, err
 
 
 def test_what_is_not_known_yet_and_what_did_not_happen_is_left_out() -> None:
-    assert line_of(BEGINNING) == "2 sent, 2 under way, 0 ok"
+    assert record_line(BEGINNING) == "2 sent, 2 under way, 0 ok"
 
 
 def test_a_line_has_all_that_tells_whether_to_go_on() -> None:
     progress = RunProgress(30.0, 50, 4, 40, 5, 1, 0.875, 0.2512, 0.00312, is_over=False, error=None)
-    assert line_of(progress) == (
+    assert record_line(progress) == (
         "50 sent, 4 under way, 40 ok, 5 refused, 1 failed, SLO met by 87.5%, TTFT P50 0.251 s, lag P99 3.12 ms"
     )

@@ -16,7 +16,7 @@ import pytest
 from tests.loadtests.stub_server import MODEL, VOCABULARY, stub_server
 from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.generator.live import ProgressDisplay, RunProgress
-from twostroke.loadtests.generator.runner import run_plan, samples_of
+from twostroke.loadtests.generator.runner import parse_samples, run_plan
 from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan
 from twostroke.loadtests.run_folder import RunFolder, Sample, read_records
 from twostroke.loadtests.workloads.sessions import sessions
@@ -157,7 +157,7 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 12.0
 
 def test_each_worker_of_ours_has_a_sample() -> None:
     decode = Sample(2.5, "decode", "d1", running=12, waiting=0, waiting_tokens=0, kv_usage=0.25, mfu=0.02, mbu=0.5)
-    assert samples_of(OURS, 2.5) == [
+    assert parse_samples(OURS, 2.5) == [
         msgspec.structs.replace(decode, draft_tokens=40, accepted_tokens=30, generated_tokens=90),
         Sample(2.5, "prefill", "p1", running=1, waiting=3, waiting_tokens=4096, kv_usage=0),
     ]
@@ -166,8 +166,8 @@ def test_each_worker_of_ours_has_a_sample() -> None:
 def test_an_engine_of_vllm_is_a_worker_that_decodes() -> None:
     engine = Sample(1.0, "decode", "0", running=5, waiting=2, waiting_tokens=0, kv_usage=0.5)
     drafts = {"draft_tokens": 8.0, "accepted_tokens": 4.0, "generated_tokens": 12.0}
-    assert samples_of(VLLM, 1.0) == [msgspec.structs.replace(engine, **drafts)]
+    assert parse_samples(VLLM, 1.0) == [msgspec.structs.replace(engine, **drafts)]
 
 
 def test_a_server_that_tells_nothing_has_none() -> None:
-    assert samples_of("<html>not found</html>\nprocess_cpu_seconds_total 4.0\n", 1.0) == []
+    assert parse_samples("<html>not found</html>\nprocess_cpu_seconds_total 4.0\n", 1.0) == []

@@ -16,8 +16,8 @@ from twostroke.loadtests.run_folder import (
     RunFolder,
     Sample,
     Status,
-    line_of,
     read_json,
+    record_line,
 )
 
 
@@ -89,8 +89,8 @@ def write_run(
     path.mkdir(parents=True, exist_ok=True)
     folder.plan_path.write_bytes(msgspec.json.encode(run_plan or plan()))
     folder.facts_path.write_bytes(msgspec.json.encode(run_facts or facts()))
-    folder.records_path(0).write_bytes(b"".join(map(line_of, records[::2])))
-    folder.records_path(1).write_bytes(b"".join(map(line_of, records[1::2])))
+    folder.records_path(0).write_bytes(b"".join(map(record_line, records[::2])))
+    folder.records_path(1).write_bytes(b"".join(map(record_line, records[1::2])))
     if samples:
         folder.samples_path.write_bytes(b"".join(msgspec.json.encode(sample) + b"\n" for sample in samples))
     return folder

@@ -18,8 +18,8 @@ from twostroke.loadtests.report.checks import (
     Check,
     append_markdown,
     checks_of_run,
-    requirement_of,
-    value_of,
+    figure_value,
+    parse_requirement,
     write_junit,
 )
 from twostroke.loadtests.report.figures import Summary, summarise
@@ -47,13 +47,13 @@ def summary(tmp_path: Path) -> Summary:
     ],
 )
 def test_a_requirement_is_judged_by_the_runs_figure(summary: Summary, required: str, holds: bool, found: str) -> None:
-    valid, check = checks_of_run(summary, [requirement_of(required)])
+    valid, check = checks_of_run(summary, [parse_requirement(required)])
     assert valid == Check("the run is valid", "yes", True)
-    assert (check.name, check.holds, check.found) == (str(requirement_of(required)), holds, found)
+    assert (check.name, check.holds, check.found) == (str(parse_requirement(required)), holds, found)
 
 
 def test_every_figure_can_be_required(summary: Summary) -> None:
-    unknown = [figure for figure in FIGURES if value_of(summary, figure) is None]
+    unknown = [figure for figure in FIGURES if figure_value(summary, figure) is None]
     assert unknown == ["goodput_per_worker"]
 
 
@@ -67,7 +67,7 @@ def test_every_figure_can_be_required(summary: Summary) -> None:
 )
 def test_what_is_no_requirement_is_refused(text: str, message: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=message):
-        requirement_of(text)
+        parse_requirement(text)
 
 
 def parsed(add_arguments: Callable[[argparse.ArgumentParser], None], *arguments: object) -> argparse.Namespace:
@@ -83,7 +83,7 @@ def test_a_run_that_is_not_what_was_required_ends_with_1(
     def run_plan(made: Plan, folder: Path, **_: Any) -> None:
         write_run(folder, drawn(50, 10.0), made)
 
-    monkeypatch.setattr(measure, "plan_of", lambda arguments: plan(slo=SLO(60.0, 60.0)))
+    monkeypatch.setattr(measure, "make_plan", lambda arguments: plan(slo=SLO(60.0, 60.0)))
     monkeypatch.setattr(measure, "run_plan", run_plan)
     summary, junit = tmp_path / "summary.md", tmp_path / "junit.xml"
     asked = ("--output", tmp_path / "run", "--require", required, "--summary", summary, "--junit", junit)
@@ -115,7 +115,7 @@ def test_a_comparison_fails_on_what_is_worse_where_that_is_asked_for(
 
 def test_an_invalid_run_fails_whatever_is_required(tmp_path: Path) -> None:
     run = summarise(write_run(tmp_path, drawn(20, 10.0), run_facts=facts(ended_early=True)))
-    valid, attained = checks_of_run(run, [requirement_of("attainment>=0")])
+    valid, attained = checks_of_run(run, [parse_requirement("attainment>=0")])
     assert (valid.holds, attained.holds) == (False, True)
     assert "ended early" in valid.found
 

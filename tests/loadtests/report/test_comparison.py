@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.loadtests.report.runs import answer, drawn, facts, plan, write_run
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult, point_of
+from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepResult, sweep_point
 from twostroke.loadtests.plan import SLO
 from twostroke.loadtests.report import words
 from twostroke.loadtests.report.comparison import (
@@ -20,8 +20,8 @@ from twostroke.loadtests.report.comparison import (
     compare_rounds,
     compared,
     differences,
+    interval_verdict,
     over_rounds,
-    verdict_of,
 )
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.report.figures import read_observations, summarise
@@ -44,7 +44,7 @@ from twostroke.loadtests.run_folder import write_json
 def test_a_difference_is_claimed_only_where_intervals_lie_apart(
     value: Estimate | None, higher_is_better: bool, verdict: str
 ) -> None:
-    assert verdict_of(value, Estimate(2.0, 1.5, 2.4), higher_is_better) == verdict
+    assert interval_verdict(value, Estimate(2.0, 1.5, 2.4), higher_is_better) == verdict
 
 
 def test_over_rounds_the_median_counts_and_the_interval_holds_all_rounds() -> None:
@@ -72,7 +72,7 @@ def test_a_ratio_to_nothing_is_none() -> None:
 @given(st.lists(st.floats(0.1, 10), min_size=3, max_size=3), st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
 def test_what_is_better_one_way_is_worse_the_other_way(first: list[float], second: list[float]) -> None:
     one, other = (Estimate(*(sorted(values)[index] for index in (1, 0, 2))) for values in (first, second))
-    there, back = verdict_of(one, other, True), verdict_of(other, one, True)
+    there, back = interval_verdict(one, other, True), interval_verdict(other, one, True)
     assert {there, back} in ({"better", "worse"}, {"no difference shown"})
 
 
@@ -148,7 +148,7 @@ def test_sweeps_are_compared_by_capacity_and_at_the_rates_that_both_have(tmp_pat
         for rate in rates:
             folder = f"runs/{rate:g}"
             write_run(tmp_path / name / folder, drawn(int(rate * 10), 10.0), run_facts=facts(ended_early=rate == 60))
-            points.append(point_of(rate, folder, read_summary(tmp_path / name / folder)))
+            points.append(sweep_point(rate, folder, read_summary(tmp_path / name / folder)))
         limit = Capacity(0.9, Estimate(capacity, capacity - 5, capacity + 5))
         write_json(tmp_path / name / SWEEP_FILE, SweepResult(name, "http://127.0.0.1:1", tuple(points), (limit,)))
     found = write_comparison(tmp_path / "out", {name: [tmp_path / name] for name in "ab"})

@@ -21,7 +21,7 @@ from twostroke.loadtests.report.figures import (
     num_workers,
     read_observations,
     summarise,
-    summary_of,
+    summarise_observations,
 )
 from twostroke.loadtests.report.stage_parts import CLIENT_PARTS, SERVER_PARTS, server_parts
 from twostroke.loadtests.report.words import utilization_words
@@ -32,7 +32,7 @@ from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, Ru
 def summary(
     *records: Record, run_plan: Plan | None = None, run_facts: RunFacts | None = None, samples: tuple[Sample, ...] = ()
 ) -> Summary:
-    return summary_of(run_plan or plan(), run_facts or facts(), read_observations(records), samples)
+    return summarise_observations(run_plan or plan(), run_facts or facts(), read_observations(records), samples)
 
 
 def test_the_window_is_from_the_end_of_the_warm_up_to_before_the_end() -> None:

@@ -11,10 +11,10 @@ import pytest
 
 from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_run
 from twostroke.loadtests import LoadTestError
-from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepPoint, SweepResult, point_of
+from twostroke.loadtests.capacity import SWEEP_FILE, Capacity, SweepPoint, SweepResult, sweep_point
 from twostroke.loadtests.plan import SLO, Plan
 from twostroke.loadtests.report.estimates import Estimate
-from twostroke.loadtests.report.figures import Summary, read_observations, summarise, summary_of
+from twostroke.loadtests.report.figures import Summary, read_observations, summarise, summarise_observations
 from twostroke.loadtests.report.pages import (
     REPORT_FILE,
     capacity_words,
@@ -54,7 +54,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def page_of(records: list[Record], run_plan: Plan | None = None, samples: Sequence[Sample] = (), **more: Any) -> str:
     """Return the page without plots."""
     run_plan, run_facts = run_plan or plan(), facts(**more)
-    return page(run_plan, run_facts, summary_of(run_plan, run_facts, read_observations(records), samples), [])
+    return page(
+        run_plan, run_facts, summarise_observations(run_plan, run_facts, read_observations(records), samples), []
+    )
 
 
 def test_a_page_tells_how_many_drafted_tokens_were_accepted_where_any_were_drafted() -> None:
@@ -224,7 +226,7 @@ def sweep(folder: Path, rates: tuple[float, ...] = (10.0, 20.0, 20.0, 40.0)) -> 
         name = f"runs/{number}"
         made = drawn(int(rate * 10), 10.0, number, slowness=rate / 20)
         write_run(folder / name, made, run_facts=facts(ended_early=rate == 40))
-        points.append(point_of(rate, name, read_summary(folder / name)))
+        points.append(sweep_point(rate, name, read_summary(folder / name)))
     capacities = (Capacity(0.9, Estimate(14.2, 13.0, 15.5), Estimate(7.1, 6.5, 7.75)), Capacity(0.99, None))
     result = SweepResult("s", "http://127.0.0.1:1", tuple(points), capacities, num_workers=2)
     write_json(folder / SWEEP_FILE, result)

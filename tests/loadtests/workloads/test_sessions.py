@@ -43,7 +43,7 @@ WORKLOADS: list[Workload] = [
 ]
 
 
-def plan_of(workload: Workload, /, **changes: object) -> Plan:
+def make_plan(workload: Workload, /, **changes: object) -> Plan:
     plan = Plan("http://127.0.0.1:1", "m", 4096, Poisson(10.0), workload, SLO(), seconds=30.0, seed=5)
     return msgspec.structs.replace(plan, **changes)
 
@@ -68,43 +68,43 @@ def hit_rate(prompts: Iterable[tuple[Piece, ...]]) -> float:
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: type(workload).__name__)
 def test_a_plan_and_its_seed_say_all(workload: Workload) -> None:
-    every = list(sessions(plan_of(workload)))
-    assert every == list(sessions(plan_of(workload)))
+    every = list(sessions(make_plan(workload)))
+    assert every == list(sessions(make_plan(workload)))
     assert [session.index for session in every] == list(range(len(every)))
     assert all(before.at_s <= after.at_s < 30.0 for before, after in pairwise(every))
-    other = list(sessions(plan_of(workload, seed=6)))
+    other = list(sessions(make_plan(workload, seed=6)))
     ours = {piece for session in every for turn in session.turns for piece in turn.prompt}
     assert not ours & {piece for session in other for turn in session.turns for piece in turn.prompt}
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: type(workload).__name__)
 def test_every_session_fits_into_the_context(workload: Workload) -> None:
-    for session in islice(sessions(plan_of(workload, arrivals=Closed(1))), 300):
+    for session in islice(sessions(make_plan(workload, arrivals=Closed(1))), 300):
         assert input_tokens(session) + sum(turn.output_tokens for turn in session.turns) <= 4096
         assert all(turn.prompt and turn.output_tokens >= 1 for turn in session.turns)
 
 
 def test_what_is_planned_does_not_depend_on_the_arrivals() -> None:
-    poisson = [session.turns for session in sessions(plan_of(Synthetic("azure-conv")))]
-    constant = [session.turns for session in sessions(plan_of(Synthetic("azure-conv"), arrivals=Constant(10.0)))]
+    poisson = [session.turns for session in sessions(make_plan(Synthetic("azure-conv")))]
+    constant = [session.turns for session in sessions(make_plan(Synthetic("azure-conv"), arrivals=Constant(10.0)))]
     assert poisson[:200] == constant[:200]
 
 
 def test_fixed_requests_are_alike_and_share_nothing() -> None:
-    every = list(sessions(plan_of(Fixed(100, 10))))
+    every = list(sessions(make_plan(Fixed(100, 10))))
     assert {(input_tokens(session), session.turns[0].output_tokens) for session in every} == {(100, 10)}
     assert hit_rate(session.turns[0].prompt for session in every) == 0
 
 
 def test_fixed_requests_may_be_of_several_classes_each_with_its_part() -> None:
-    plan = plan_of(Fixed(8, 4, tiers={"chat": 0.3, "batch": 0.7}), arrivals=Closed(1, requests=1000))
+    plan = make_plan(Fixed(8, 4, tiers={"chat": 0.3, "batch": 0.7}), arrivals=Closed(1, requests=1000))
     turns = [turn for session in sessions(plan) for turn in session.turns]
     assert sum(turn.kind == turn.service_tier == "chat" for turn in turns) == pytest.approx(300, rel=0.15)
     assert len(turns) == 1000
 
 
 def test_uniform_lengths_are_within_their_bounds_and_reach_them() -> None:
-    plan = plan_of(Uniform((3, 9), (1, 4)), arrivals=Closed(1, requests=300))
+    plan = make_plan(Uniform((3, 9), (1, 4)), arrivals=Closed(1, requests=300))
     turns = [session.turns[0] for session in sessions(plan)]
     assert {turn.output_tokens for turn in turns} == {1, 2, 3, 4}
     assert {turn.prompt[0].tokens for turn in turns} == set(range(3, 10))
@@ -112,7 +112,7 @@ def test_uniform_lengths_are_within_their_bounds_and_reach_them() -> None:
 
 def test_conversations_have_their_mean_of_turns_and_time_to_think() -> None:
     chat = Chat(turns=3.0, think_s=2.0, system_tokens=100, system_prompts=4, input_tokens=10, output_tokens=10)
-    every = list(islice(sessions(plan_of(chat, max_context=100_000, arrivals=Closed(1))), 3000))
+    every = list(islice(sessions(make_plan(chat, max_context=100_000, arrivals=Closed(1))), 3000))
     assert mean(len(session.turns) for session in every) == pytest.approx(3.0, abs=0.15)
     assert all(session.turns[0].think_s == 0 for session in every)
     assert mean(turn.think_s for session in every for turn in session.turns[1:]) == pytest.approx(2.0, abs=0.1)
@@ -124,14 +124,14 @@ def test_conversations_have_their_mean_of_turns_and_time_to_think() -> None:
 
 def test_requests_take_one_of_the_shared_prompts_each() -> None:
     shared = SharedPrompt(shared_tokens=300, shared_prompts=3, input_tokens=100, output_tokens=10)
-    prompts = [session.turns[0].prompt for session in islice(sessions(plan_of(shared)), 300)]
+    prompts = [session.turns[0].prompt for session in islice(sessions(make_plan(shared)), 300)]
     assert len({prompt[0] for prompt in prompts}) == 3
     assert hit_rate(prompts) == pytest.approx((297 * 300) / (300 * 400))
 
 
 def test_long_prompts_come_now_and_then_and_are_marked() -> None:
     mixture = LongPrompts(50, 100, 2000, 10, long_share=0.1)
-    every = list(islice(sessions(plan_of(mixture, arrivals=Closed(1))), 3000))
+    every = list(islice(sessions(make_plan(mixture, arrivals=Closed(1))), 3000))
     long = [session for session in every if session.turns[0].kind == "long"]
     assert len(long) / len(every) == pytest.approx(0.1, abs=0.02)
     assert {input_tokens(session) for session in long} == {2000}
@@ -158,11 +158,11 @@ def test_long_prompts_come_now_and_then_and_are_marked() -> None:
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_at_once(changes: dict[str, object], message: str) -> None:
     with pytest.raises(LoadTestError, match=message):
-        sessions(plan_of(Fixed(10, 10), **changes))
+        sessions(make_plan(Fixed(10, 10), **changes))
 
 
 def test_a_shape_is_replayed_at_its_own_rate_times_the_speed() -> None:
-    replay = plan_of(Synthetic("mooncake-synthetic"), arrivals=Replay(2.0), seconds=300.0)
+    replay = make_plan(Synthetic("mooncake-synthetic"), arrivals=Replay(2.0), seconds=300.0)
     assert len(list(sessions(replay))) == pytest.approx(2 * 3.907 * 300, rel=0.08)
 
 
@@ -174,12 +174,12 @@ def test_a_trace_is_replayed_at_its_own_times_and_again_from_the_beginning(tmp_p
         "2023-11-16 18:15:47.5000000,396,109\r\n"
         "2023-11-16 18:15:50.0000000,879,55\r\n"
     )
-    replay = list(sessions(plan_of(TraceFile(str(path)), arrivals=Replay(2.0), seconds=5.0)))
+    replay = list(sessions(make_plan(TraceFile(str(path)), arrivals=Replay(2.0), seconds=5.0)))
     # 4 s and a mean gap of 2 s make a repetition; all twice as fast.
     assert [session.at_s for session in replay] == [0.0, 0.75, 2.0, 3.0, 3.75]
     assert [input_tokens(session) for session in replay] == [374, 396, 879, 374, 396]
     assert replay[0].turns[0].prompt != replay[3].turns[0].prompt
-    at_a_rate = list(sessions(plan_of(TraceFile(str(path)), arrivals=Constant(1.0), seconds=5.0)))
+    at_a_rate = list(sessions(make_plan(TraceFile(str(path)), arrivals=Constant(1.0), seconds=5.0)))
     assert [session.at_s for session in at_a_rate] == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert [session.turns for session in at_a_rate] == [session.turns for session in replay]
 

@@ -22,7 +22,7 @@ from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
 from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, run
-from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.layouts import Mode, router_settings
 from twostroke.router.slo.classes import SLOClass, SLOConfig
@@ -197,7 +197,7 @@ def serve_with_fleet(
 ) -> tuple[Outcome, CoarseFleet]:
     """The same, and the fleet as it is then."""
     promised = SLOClass(name="standard", ttft_s=setting.ttft_s, tpot_s=setting.tpot_s)
-    router = LiveRouter(SLOConfig(classes=(promised,), admission=False), **router_settings(setting.mode))
+    router = SimulatedRouter(SLOConfig(classes=(promised,), admission=False), **router_settings(setting.mode))
     fleet = CoarseFleet(setting.kind, setting.startup_s, setting.ttft_s, setting.tpot_s, router)
     requests = trace.fresh()
     ends_s = trace.ends_s + after_s

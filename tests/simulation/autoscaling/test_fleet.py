@@ -12,7 +12,7 @@ from tests.simulation.autoscaling.compare import Fixed, Setting, serve_with_flee
 from tests.simulation.autoscaling.traffic import bursts, steps
 from twostroke.planning.coarse.day import reversals
 from twostroke.planning.coarse.fleet import CoarseFleet, run
-from twostroke.planning.coarse.live_router import LiveRouter
+from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarseRequest
 from twostroke.planning.costs.profiles import SMALL
 from twostroke.protocol.stats import StepCosts
@@ -30,7 +30,9 @@ def prompts_only(costs: StepCosts) -> WorkerProfile:
 def mean_wait_s(lengths: Sequence[int], gaps: Sequence[float], workers: int) -> float:
     """Return the mean wait of prompts that only wait and are computed."""
     kind = prompts_only(StepCosts(0.0, TOKEN_S, 0.0, 0.0, 0.0))
-    fleet = CoarseFleet(kind, 0.0, 1.0, 1.0, LiveRouter(SLOConfig(admission=False), decodes_alone=False, roles="fixed"))
+    fleet = CoarseFleet(
+        kind, 0.0, 1.0, 1.0, SimulatedRouter(SLOConfig(admission=False), decodes_alone=False, roles="fixed")
+    )
     at_s, requests = 0.0, []
     for gap, tokens in zip(gaps, lengths, strict=True):
         at_s += gap

@@ -218,7 +218,7 @@ class Injector:
         await asyncio.sleep(2 * ROUTER_LEASE_S)
         # Workers that stood still meanwhile have not listened for a lease yet.
         is_excused = any(other.kind in ("stop_prefill", "stop_decode") for other in self.faults)
-        if (left := self.fleet.calls_of(router.host)) and not is_excused:
+        if (left := self.fleet.worker_calls(router.host)) and not is_excused:
             self.violations.append(f"{left} calls of {router.host} outlive it by two leases")
         for process in processes:
             process.engine.slowness = 1.0

@@ -64,7 +64,7 @@ class Shortlist(Generic[W]):
         return [worker for _, _, worker in found]
 
 
-class LiveRouter:
+class SimulatedRouter:
     """One router of the whole fleet."""
 
     def __init__(
@@ -129,8 +129,8 @@ class LiveRouter:
         self._now_s = now_s
         self._turn += 1
         path = cheapest_path(
-            [self._of_reader(one) for one in self._prefill.least(self._candidates)],
-            [self._of_writer(one) for one in self._decode.least(self._candidates)],
+            [self._prefill_view(one) for one in self._prefill.least(self._candidates)],
+            [self._decode_view(one) for one in self._decode.least(self._candidates)],
             self._query(request, 0),
             decodes_alone=self._decodes_alone,
             prefill_decodes=self._is_flexible,
@@ -150,10 +150,10 @@ class LiveRouter:
         self, request: CoarseRequest, written: int, source: CoarseWorker, *, to_prefill: bool
     ) -> CoarseWorker | None:
         """Return the worker at which a stream that leaves `source` goes on; None where no other has room."""
-        decode = [self._of_writer(one) for one in self._decode.least(self._candidates) if one is not source]
+        decode = [self._decode_view(one) for one in self._decode.least(self._candidates) if one is not source]
         prefill: list[KnownWorker] = []
         if to_prefill and self._is_flexible:
-            prefill = [self._of_reader(one) for one in self._prefill.least(self._candidates) if one is not source]
+            prefill = [self._prefill_view(one) for one in self._prefill.least(self._candidates) if one is not source]
         workers = [*decode, *prefill]
         try:  # all are of one layout, so any of them stands for the source
             target = cheapest_target(workers, self._query(request, written), workers[0].info) if workers else None
@@ -224,7 +224,7 @@ class LiveRouter:
         self._workers[peer] = worker
         self._tell(known, worker)
 
-    def _of_reader(self, worker: CoarsePrefillWorker) -> KnownWorker:
+    def _prefill_view(self, worker: CoarsePrefillWorker) -> KnownWorker:
         known = self._known[id(worker)]
         if worker.rows or worker.coming or known.decoding:  # else nothing but its queue changes
             self._tell(known, worker)
@@ -234,7 +234,7 @@ class LiveRouter:
         known.prompt_share = self._shares.of(known.info.peer)
         return known
 
-    def _of_writer(self, worker: CoarseDecodeWorker) -> KnownWorker:
+    def _decode_view(self, worker: CoarseDecodeWorker) -> KnownWorker:
         known, promise = self._known[id(worker)], self._promise
         queued: tuple[QueuedWork, ...] = ()
         worker.advance(self._now_s)
