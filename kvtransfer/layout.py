@@ -2,7 +2,7 @@
 
 A rank pair joins one rank of the source worker to one rank of the target worker, which have layers and heads in common:
 a RankPair. The transfer on it is a PairTransfer (kvtransfer/transfer.py). All rank pairs of a transfer are independent:
-each has its own control connection, link, grant, digests and commit. The transfer has succeeded when all of them have.
+each has its own control connection, link, grant, checksums and commit. The transfer succeeds when all of them have.
 
 The piece that travels is the unit: the K and V of a rank pair's heads, or the latents, for `unit_tokens` tokens of one
 layer, on the wire [kinds, num_heads, unit_tokens, head_dim]. `unit_tokens` divides what a rank has of a block on either
@@ -54,7 +54,7 @@ class RankPair:
 class Segment:
     """Units of one layer in one side's store, in the order of the wire."""
 
-    layer: int  # the model's number; KVShard.tensor_of returns its tensor in the store
+    layer: int  # the model's number; KVShard.tensor_index returns its tensor in the store
     unit_ids: tuple[int, ...]
 
 
@@ -100,7 +100,7 @@ class KVShard:
         """Tensors of this rank's store, including those that the rank pair does not use."""
         return self._groups.num_tensors
 
-    def tensor_of(self, layer: int) -> int:
+    def tensor_index(self, layer: int) -> int:
         """Return the index of the store's tensor that holds the KV of one of the rank pair's layers."""
         return self._groups.tensor_of_layer[layer - self._first_layer]
 

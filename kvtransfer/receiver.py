@@ -447,7 +447,9 @@ class ReceiverConnection:
             self.post(Welcome(self._receiver.peer, kv_welcome))
             link = await pending.established()
             patience = Patience(self._receiver.config.lease_s)
-            movers = [self._move(link, patience) for _ in range(link_pace(self._receiver.store).chunks_under_way)]
+            movers = [
+                self._receive_chunks(link, patience) for _ in range(link_pace(self._receiver.store).chunks_under_way)
+            ]
             try:
                 reason = await run_until_lost(*movers)
                 if reason != _DAMAGED:  # which was sent already
@@ -474,7 +476,7 @@ class ReceiverConnection:
                 logger.warning("can't prepare a %s link: %s", choice.transport, lost)
                 without = (*without, choice.transport)
 
-    async def _move(self, link: ReceivingEnd, patience: Patience) -> None:
+    async def _receive_chunks(self, link: ReceivingEnd, patience: Patience) -> None:
         """Receive chunks from the link, one at a time. Raises ConnectionLost when it breaks, or damages one."""
         while True:
             if not self._chunks:

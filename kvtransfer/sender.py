@@ -381,7 +381,7 @@ class SenderConnection:
         chunk_bytes = self._sender.config.max_chunk_bytes or pace.chunk_bytes
         max_units = max(1, min(chunk_bytes, link.max_chunk_bytes or chunk_bytes) // shard.unit_bytes)
         patience = Patience(self._sender.config.lease_s)
-        movers = [self._move(control, link, patience, max_units) for _ in range(pace.chunks_under_way)]
+        movers = [self._send_chunks(control, link, patience, max_units) for _ in range(pace.chunks_under_way)]
         try:
             reason = await run_until_lost(*movers)
             broken = self._lost(f"the {welcome.transport} link was lost: {reason}", welcome)
@@ -391,7 +391,9 @@ class SenderConnection:
             await finish(link.close())
         raise broken
 
-    async def _move(self, control: LeasedConnection, link: SendingEnd, patience: Patience, max_units: int) -> None:
+    async def _send_chunks(
+        self, control: LeasedConnection, link: SendingEnd, patience: Patience, max_units: int
+    ) -> None:
         """Send the rank pairs' chunks in turn, one at a time. Raises ConnectionLost when the link breaks."""
         while True:
             await control.drain()

@@ -174,7 +174,7 @@ class FakeStore:
     def read_units(self, layer: int, unit_ids: Sequence[int], shard: KVShard) -> bytes:
         """Units as they travel, [2, heads of the rank pair, unit_tokens, head_dim] each."""
         ids = np.asarray(unit_ids)
-        units: bytes = self._cut(shard)[shard.tensor_of(layer)][
+        units: bytes = self._cut(shard)[shard.tensor_index(layer)][
             ids // shard.units_per_block, ids % shard.units_per_block
         ].tobytes()
         return units
@@ -182,7 +182,7 @@ class FakeStore:
     def write_units(self, layer: int, unit_ids: Sequence[int], shard: KVShard, data: bytes | bytearray) -> None:
         """The opposite of `read_units`."""
         ids = np.asarray(unit_ids)
-        target = self._cut(shard)[shard.tensor_of(layer)]
+        target = self._cut(shard)[shard.tensor_index(layer)]
         values = np.frombuffer(data, np.uint16).reshape(len(ids), *target.shape[2:])
         target[ids // shard.units_per_block, ids % shard.units_per_block] = values
 

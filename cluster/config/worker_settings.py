@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PeerShape(NamedTuple):
-    """Properties of peers that determine the lanes to a worker."""
+    """Properties of peers that determine the rank pairs with a worker."""
 
     cut: RankCut
     block_size: int  # tokens

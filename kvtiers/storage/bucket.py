@@ -140,7 +140,7 @@ class BucketBlobs:
         """Begin to receive an object. Raises BlobMissing, and OSError."""
         from obstore import get
 
-        place = _place_of(key)
+        place = _object_path(key)
         try:
             with _as_os_errors(place):
                 response = get(self._store, place)
@@ -152,18 +152,18 @@ class BucketBlobs:
         """Store an object in one piece. Raises OSError."""
         from obstore import put
 
-        with _as_os_errors(place := _place_of(key)):
+        with _as_os_errors(place := _object_path(key)):
             put(self._store, place, [part for part in parts if len(part)], use_multipart=False)
 
     def delete(self, key: str) -> None:
         """Delete an object. Harmless where there is none."""
-        self._delete(_place_of(key))
+        self._delete(_object_path(key))
 
     def quarantine(self, key: str) -> None:
         """Move a damaged object aside, for people to look at; the newest 16 are kept. Harmless where there is none."""
         from obstore import copy
 
-        place = _place_of(key)
+        place = _object_path(key)
         try:
             with _as_os_errors(place):
                 copy(self._store, place, f"quarantine/{quarantine_name(key)}")
@@ -215,7 +215,7 @@ class BucketBlobs:
             return
 
 
-def _place_of(key: str) -> str:
+def _object_path(key: str) -> str:
     check_key(key)
     return f"objects/{key}"
 

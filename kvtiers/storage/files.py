@@ -118,7 +118,7 @@ class FileBlobs:
     def open(self, key: str) -> Iterator[FileReader]:
         """Open a file for reading. Raises BlobMissing, and OSError."""
         try:
-            with self._folder_of(key) as (folder, name):
+            with self._open_folder(key) as (folder, name):
                 descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK, dir_fd=folder)
         except FileNotFoundError as error:
             raise BlobMissing(key) from error
@@ -147,7 +147,7 @@ class FileBlobs:
             raise self._named(error, key) from error
 
     def _write(self, key: str, parts: Sequence[memoryview]) -> None:
-        with self._folder_of(key, make=True) as (folder, name):
+        with self._open_folder(key, make=True) as (folder, name):
             temporary = f".tmp-{secrets.token_hex(8)}"
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=folder)
             try:
@@ -168,7 +168,7 @@ class FileBlobs:
     def delete(self, key: str) -> None:
         """Delete a file. Harmless where there is none."""
         try:
-            with self._folder_of(key) as (folder, name):
+            with self._open_folder(key) as (folder, name):
                 os.unlink(name, dir_fd=folder)
         except FileNotFoundError:
             return
@@ -178,7 +178,7 @@ class FileBlobs:
     def quarantine(self, key: str) -> None:
         """Move a damaged file aside, for people to look at; the newest 16 are kept. Harmless where there is none."""
         try:
-            with self._folder_of(key) as (folder, name):
+            with self._open_folder(key) as (folder, name):
                 os.rename(name, self._quarantine / quarantine_name(key), src_dir_fd=folder)
         except FileNotFoundError:
             return
@@ -248,7 +248,7 @@ class FileBlobs:
                 continue
 
     @contextmanager
-    def _folder_of(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    def _open_folder(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
         """Open the folder of a key's file; gives its descriptor and the file's name in it.
 
         Each folder on the way is opened in the one above, so that none can be a link.

@@ -38,7 +38,7 @@ from twostroke.kvtransfer.link import DeviceStore
 from twostroke.kvtransfer.transports.device_units import (
     DeviceQueue,
     DeviceUnits,
-    places_of,
+    unit_places,
     warm_up_source,
     warm_up_target,
 )
@@ -131,7 +131,7 @@ class CudaIpcTransport(LocalTransport):
 
     def _check(self, shard: KVShard) -> None:
         super()._check(shard)
-        if places_of(shard).head_bytes % _WORD_BYTES:
+        if unit_places(shard).head_bytes % _WORD_BYTES:
             raise ConnectionLost(
                 f"cuda_ipc moves words of {_WORD_BYTES} bytes, which this rank pair's heads are not made of"
             )
@@ -205,7 +205,7 @@ class PeerDevicePool:
 
     def __init__(self, pool: DevicePool, shard: KVShard, device: torch.device):
         self._device = device
-        self.places = places_of(shard)
+        self.places = unit_places(shard)
         layer_bytes = pool.num_blocks * pool.layout.block_bytes
         if len(pool.layers) != shard.num_tensors:
             raise ProtocolError(f"the peer shares {len(pool.layers)} of its {shard.num_tensors} layers")
@@ -217,7 +217,7 @@ class PeerDevicePool:
             storage.data_ptr() + layer.layer_offset_bytes
             for storage, layer in zip(self._storages, pool.layers, strict=True)
         ]
-        self._bases = {layer: tensors[shard.tensor_of(layer)] for layer in shard.layers}
+        self._bases = {layer: tensors[shard.tensor_index(layer)] for layer in shard.layers}
 
     def addresses(self, segments: Sequence[Segment], peer_ids: NDArray[np.int32]) -> Tensor:
         """Return the addresses of the peer's units: int64 [units] on this side's device."""

@@ -84,9 +84,9 @@ class DeviceUnits:
 
     def __init__(self, store: DeviceStore, shard: KVShard):
         self.device = torch.device(store.device)
-        self.places = places_of(shard)
+        self.places = unit_places(shard)
         self._shard = shard
-        self._layers = {layer: store.layer_tensor(shard.tensor_of(layer)) for layer in shard.layers}  # kept alive
+        self._layers = {layer: store.layer_tensor(shard.tensor_index(layer)) for layer in shard.layers}  # kept alive
         self._bases = {layer: np.int64(tensor.data_ptr()) for layer, tensor in self._layers.items()}
         self._num_units = store.num_blocks * shard.units_per_block
 
@@ -151,7 +151,7 @@ class DeviceUnits:
         return address_tensor(flat.addresses(np.int64(packed.data_ptr()), np.arange(num_units)), self.device)
 
 
-def places_of(shard: KVShard) -> UnitPlaces:
+def unit_places(shard: KVShard) -> UnitPlaces:
     """Return how the cut's units lie in its side's store."""
     layout = shard.layout
     return paged_places(

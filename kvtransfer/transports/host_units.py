@@ -55,7 +55,7 @@ class HostUnits:
         self.is_whole_blocks = shard.units_per_block == 1 and shard.num_heads == layout.heads_per_rank
         self._parts = shard.units_per_block
         self._num_units = memory.num_blocks * self._parts
-        self._layers = {layer: memory.layer_bytes(shard.tensor_of(layer)) for layer in shard.layers}
+        self._layers = {layer: memory.layer_bytes(shard.tensor_index(layer)) for layer in shard.layers}
         rows = layout.kinds * shard.num_heads  # of a unit: `unit_tokens` tokens each
         shape = memory.num_blocks, layout.kinds, layout.heads_per_rank, self._parts, self.unit_bytes // rows
         heads = slice(shard.first_head, shard.first_head + shard.num_heads)

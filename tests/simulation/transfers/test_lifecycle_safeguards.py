@@ -195,7 +195,7 @@ def _do_later(work: Coroutine[None, None, None]) -> None:
 
 async def _leave_the_movers_for_a_while(*parts: Coroutine[None, None, None]) -> str:
     """Leave the movers for a while, as if a connection's end need not wait for what still moves on its link."""
-    if not parts[0].__qualname__.endswith("_move"):
+    if not parts[0].__qualname__.endswith(("_send_chunks", "_receive_chunks")):
         return await run_until_lost(*parts)
     tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
 
