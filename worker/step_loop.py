@@ -10,10 +10,10 @@ behind it.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from twostroke.model.step import BlockCopy, Engine, OnLayer, SequenceStep
 from twostroke.protocol.clock import Clock
@@ -28,27 +28,15 @@ from twostroke.worker.step_costs import StepContent, StepCostFit
 _log = logging.getLogger(__name__)
 
 
-class SteppingWorker(Protocol):
-    """The worker as its step loop sees it. Only `step` and `hang_up` wait."""
-
-    @property
-    def is_busy(self) -> bool: ...
-
-    @property
-    def is_ahead(self) -> bool: ...
-
-    async def step(self) -> bool: ...
-
-    def fail_all(self, reason: str) -> None: ...
-
-    async def hang_up(self) -> None: ...
-
-
 @dataclass(eq=False)
 class StepLoop:
-    """Calls the worker's `step` again and again. An exception or a hung step ends that: the worker has died."""
+    """Calls `step` again and again. An exception or a hung step ends that: the worker has died."""
 
-    worker: SteppingWorker
+    step: Callable[[], Awaitable[bool]]  # runs one step; False: there is nothing to do
+    is_busy: Callable[[], bool]  # anything is under way
+    fail_all: Callable[[str], None]  # ends all requests
+    hang_up: Callable[[], Coroutine[Any, Any, None]]
+    steps: Sized  # those under way; the loop does not leave the engine before they have ended
     worker_id: str  # for messages
     pools: Sequence[BlockPool]  # checked where the worker is idle
     clock: Clock
@@ -114,7 +102,7 @@ class StepLoop:
     async def drain(self) -> None:
         """Take no new requests, and return once nothing is under way."""
         self._is_ending = self.is_draining = True
-        if self._failure is None and self._task is not None and not self._task.done() and self.worker.is_busy:
+        if self._failure is None and self._task is not None and not self._task.done() and self.is_busy():
             self._quiet.clear()
             self._work.set()
             await self._quiet.wait()
@@ -159,12 +147,12 @@ class StepLoop:
 
     async def _run(self) -> None:
         try:
-            while not (self._is_stopping or self._failure is not None) or self.worker.is_ahead:
+            while not (self._is_stopping or self._failure is not None) or self.steps:
                 self._work.clear()
-                if self._engine_loss is not None and not self.worker.is_ahead:
+                if self._engine_loss is not None and not self.steps:
                     raise self._engine_loss
                 self._step_began = self.clock()
-                has_stepped = await self.worker.step()
+                has_stepped = await self.step()
                 self._step_began = None
                 if not has_stepped:
                     self._idle()
@@ -180,13 +168,13 @@ class StepLoop:
             return
         _log.error("the step loop has died: %s", error, exc_info=error)
         self._failure = error
-        self.worker.fail_all(f"the engine of worker {self.worker_id} died: {error!r}")
+        self.fail_all(f"the engine of worker {self.worker_id} died: {error!r}")
         self._quiet.set()
         # Routers see the channel go and turn elsewhere, long before the next health check.
-        self._hanging_up = asyncio.create_task(self.worker.hang_up(), name="hang up")
+        self._hanging_up = asyncio.create_task(self.hang_up(), name="hang up")
 
     def _idle(self) -> None:
-        if self.worker.is_busy:
+        if self.is_busy():
             return
         self._quiet.set()
         now = self.clock()

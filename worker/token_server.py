@@ -6,9 +6,9 @@ router's are its Pings.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from annotated_types import Ge
 from pydantic import model_validator
@@ -37,9 +37,9 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.requests import Address, LogContext, Peer, Ticket, TokenEvent
+from twostroke.protocol.requests import Address, Peer, TokenEvent
 from twostroke.protocol.settings import Count, Section
-from twostroke.protocol.stats import StepRole, WorkerStats
+from twostroke.protocol.stats import WorkerStats
 
 _log = logging.getLogger(__name__)
 
@@ -68,26 +68,8 @@ class TokenServerConfig(Section):
         return self
 
 
-class TokenServerWorker(Protocol):
-    """The worker as its token server sees it. No call waits."""
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def prefill_failed(self, request_id: str) -> None: ...
-
-    def send_prefix(
-        self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext
-    ) -> None: ...
-
-    def router_lost(self, router_id: str) -> None: ...
-
-    def stats(self) -> WorkerStats: ...
-
-    def leave(self, *, is_ordered: bool) -> None: ...
-
-    def resume(self, *, is_ordered: bool) -> None: ...
-
-    def change_role(self, role: StepRole) -> None: ...
+FromRouter = Cancel | Drain | Resume | ChangeRole | PrefillFailed | SendPrefix
+"""Messages that a router sends to the worker itself."""
 
 
 @dataclass(eq=False)
@@ -99,7 +81,9 @@ class TokenServer:
     worker itself does nothing with it.
     """
 
-    worker: TokenServerWorker
+    on_message: Callable[[FromRouter], None]
+    on_router_lost: Callable[[str], None]
+    stats: Callable[[], WorkerStats]
     peer: Peer
     network: Network
     config: TokenServerConfig
@@ -150,7 +134,7 @@ class TokenServer:
 
     def send_stats(self) -> None:
         """Send the worker's numbers to all routers now."""
-        frame = StatsFrame(self.worker.stats())
+        frame = StatsFrame(self.stats())
         for router_id in list(self._routers):
             self._tell(router_id, frame)
 
@@ -194,7 +178,7 @@ class TokenServer:
         try:
             connection.send(Welcome(self.peer))
             connection.send(RequestsBlocked(self._blocked.latest()))
-            connection.send(StatsFrame(self.worker.stats()))
+            connection.send(StatsFrame(self.stats()))
         except ConnectionLost:
             return None
         self._routers[router_id] = connection
@@ -223,18 +207,8 @@ class TokenServer:
                 raise ConnectionLost("it was dropped, with all its messages")
             silence.end()
             match message:
-                case Cancel(request_id):
-                    self.worker.cancel(request_id)
-                case Drain(is_ordered):
-                    self.worker.leave(is_ordered=is_ordered)
-                case Resume():
-                    self.worker.resume(is_ordered=True)
-                case ChangeRole(role):
-                    self.worker.change_role(role)
-                case PrefillFailed(request_id):
-                    self.worker.prefill_failed(request_id)
-                case SendPrefix(ticket, token_ids, cache_salt, log_context):
-                    self.worker.send_prefix(ticket, token_ids, cache_salt, log_context)
+                case Cancel() | Drain() | Resume() | ChangeRole() | PrefillFailed() | SendPrefix():
+                    self.on_message(message)
                 case ReportBlocks(cache, tiers):
                     if cache:
                         self._block_reports.begin(router_id, connection)
@@ -285,4 +259,4 @@ class TokenServer:
         closing = asyncio.create_task(connection.close(), name=f"token-server-close-{router_id}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        self.worker.router_lost(router_id)
+        self.on_router_lost(router_id)

@@ -24,16 +24,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from twostroke.kvtiers.kv_tiers import TieredWorker
 from twostroke.kvtransfer.ranks import AwaitedOffers
-from twostroke.protocol.errors import RequestError, TicketRefused, TwostrokeError, WorkerLeaving, WorkerLost
+from twostroke.protocol.errors import (
+    CallCancelled,
+    RequestError,
+    TicketRefused,
+    TwostrokeError,
+    WorkerLeaving,
+    WorkerLost,
+)
 from twostroke.protocol.garbage import collection_seconds
+from twostroke.protocol.messages import Cancel, ChangeRole, Drain, PrefillFailed, Resume, SendPrefix
 from twostroke.protocol.requests import (
     DecodeReply,
     GenerateRequest,
-    LogContext,
     PrefillReply,
     ScoringParams,
     Ticket,
@@ -43,7 +50,13 @@ from twostroke.protocol.requests import (
 from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats
 from twostroke.worker.calls.call_log import failed_alone, logged
 from twostroke.worker.calls.grammar_compiler import GrammarCompiler
-from twostroke.worker.calls.worker_call import DecodeCall, PrefillCall, check_ticket, grammar_too_complex
+from twostroke.worker.calls.worker_call import (
+    check_ticket,
+    decode_reply,
+    grammar_too_complex,
+    note_chunk,
+    prefill_reply,
+)
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.experts.expert_load import ExpertLoad
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
@@ -54,15 +67,13 @@ from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
 from twostroke.worker.speculation.speculator import speculator_of
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
-from twostroke.worker.token_server import TokenServer
+from twostroke.worker.token_server import FromRouter, TokenServer
 from twostroke.worker.transfers.link_probe import LinkProbe
 from twostroke.worker.transfers.prompt_receiving import PromptReceiver
 from twostroke.worker.transfers.prompt_sending import PromptSender
 from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
 from twostroke.worker.transfers.tier_transfers import TierTransfers
 from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
-
-ReplyT = TypeVar("ReplyT")
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +103,7 @@ class Worker:
         self._costs = StepCostFit(deps.expert_share)
         self._swap_space = swap_space
         self._swapping = Swapping(swap_space, role.preemption, deps.pool.block_size)
-        self._calls: dict[str, PrefillCall | DecodeCall] = {}  # by request
+        self._jobs: dict[str, WorkerJob] = {}  # by request
         self._counters = WorkerCounters()
         self._logits = LogitHealth()
         self._utilization = Utilization(deps.work, deps.limits, deps.clock)
@@ -103,14 +114,41 @@ class Worker:
         self._steps = StepsUnderWay[ScheduledStep](deps.engine, deps.clock)
         pools = (deps.pool,) if self._swapping.pool is None else (deps.pool, self._swapping.pool)
         bound = partial(self._steps.bound_s, self._costs, config)
-        self._loop = StepLoop(self, deps.peer.worker_id, pools, deps.clock, config, bound)
+        self._loop = StepLoop(
+            step=self._step,
+            is_busy=self._is_busy,
+            fail_all=self.fail_all,
+            hang_up=self._hang_up,
+            steps=self._steps,
+            worker_id=deps.peer.worker_id,
+            pools=pools,
+            clock=deps.clock,
+            config=config,
+            step_bound_s=bound,
+        )
         in_tiers = None if deps.tiers is None else deps.tiers.index
         self._token_server = TokenServer(
-            self, deps.peer, deps.network, config.token_channel, deps.pool, deps.clock, in_tiers
+            on_message=self.on_message,
+            on_router_lost=self._router_lost,
+            stats=self.stats,
+            peer=deps.peer,
+            network=deps.network,
+            config=config.token_channel,
+            blocks=deps.pool,
+            clock=deps.clock,
+            tier_blocks=in_tiers,
         )
         self._transfers = Transfers(self._loop)
         self._offers = AwaitedOffers(deps.receiver)
-        self._pulls = Pulls(self, deps.receiver, self._offers, self._transfers, self._scheduler, config.pull_wait_s)
+        self._pulls = Pulls(
+            deps.receiver,
+            self._offers,
+            self._transfers,
+            self._scheduler,
+            config.pull_wait_s,
+            admit_offered=self._admit_offered,
+            on_pulled=self._on_pulled,
+        )
         self._exports = PrefixExports(deps.sender, deps.pool, self._transfers)
         self._tiers: TierTransfers | None = None
         if deps.tiers is not None:
@@ -120,21 +158,21 @@ class Worker:
         self._grammars: GrammarCompiler | None = None
         if deps.grammars is not None:
             self._grammars = GrammarCompiler(
-                deps.grammars, speculator is not None, deps.clock, self.admit_offered, self._fail_alone
+                deps.grammars, speculator is not None, deps.clock, self._admit_offered, self._fail_alone
             )
         layers = deps.store.layout.layers_of(deps.store.rank)
         self._sending = PromptSender(
             deps.sender, self._scheduler, self._transfers, self._token_server, layers, self._forget
         )
         self._receiving = PromptReceiver(
-            self,
             deps.receiver,
             self._offers,
             self._scheduler,
             self._transfers,
             config.router_wait_s,
             deps.clock,
-            lambda drawn: self._emit([drawn]),
+            admit_offered=self._admit_offered,
+            emit=lambda drawn: self._emit([drawn]),
         )
         self.probe = LinkProbe(deps.pool, deps.sender, deps.receiver, self._transfers, deps.clock)
 
@@ -273,9 +311,9 @@ class Worker:
         now = self._clock()
         with self._declining(pull):
             job = self._scheduler.add(request, now=now, is_prefill_only=True, awaits_offer=pull is not None)
-        call = PrefillCall(job, ticket, ready_at=now)
-        self._begin_call(call, pull)
-        return await self._reply_to(call, call.reply)
+        job.ticket, job.ready_at = ticket, now
+        reply: PrefillReply = await self._reply_to(job, pull)
+        return reply
 
     async def _decode(self, request: GenerateRequest, ticket: Ticket | None, pull: Ticket | None) -> DecodeReply:
         if ticket is not None and pull is not None:
@@ -290,15 +328,13 @@ class Worker:
             job = self._scheduler.add(
                 request, now=now, wants_transfer=ticket is not None, awaits_offer=pull is not None
             )
-        call = DecodeCall(job, ticket, ready_at=now)
-        self._begin_call(call, pull)
-        if ticket is not None:
-            self._receiving.await_offer(call, ticket)
-        return await self._reply_to(call, call.reply)
+        job.ticket, job.ready_at = ticket, now
+        reply: DecodeReply = await self._reply_to(job, pull)
+        return reply
 
     # --- a step: called by the step loop ---
 
-    async def step(self) -> bool:
+    async def _step(self) -> bool:
         """Run one step: schedule, begin, wait, learn, post-process. Return False where there is nothing to do."""
         if not self._steps:
             await self._begin_step(self._scheduler.schedule())
@@ -313,15 +349,9 @@ class Worker:
         self._emit(self._scheduler.complete(ended.step, ended.sampled))
         return True
 
-    @property
-    def is_busy(self) -> bool:
+    def _is_busy(self) -> bool:
         """True while any call, transfer or probe is under way. Steps may use blocks of requests that have ended."""
-        return bool(self._steps or self._calls or self._transfers.is_busy)
-
-    @property
-    def is_ahead(self) -> bool:
-        """True where `step` has begun another step than the one that ended."""
-        return bool(self._steps)
+        return bool(self._steps or self._jobs or self._transfers.is_busy)
 
     async def _may_begin_ahead(self) -> bool:
         """Wait until it is time to schedule behind the step that runs; return False where that ends before."""
@@ -333,8 +363,8 @@ class Worker:
         if step.is_empty:
             return
         now = self._clock()
-        for entry in step.entries:
-            self._call_of(entry.job).begin_step(now)
+        for job in (entry.job for entry in step.entries):
+            job.stepped_at = now if job.stepped_at is None else job.stepped_at
         copies = [swap.copy for swap in step.swaps]
         await self._steps.begin(step, step.batch, self._sending.layers_of(step), copies)
 
@@ -365,9 +395,8 @@ class Worker:
         now = self._clock()
         for entry in (one for one in step.entries if one.job.is_prefill_only):
             self._counters.computed_tokens += len(entry.step.token_ids) == 1  # its content counts that as a row
-            call = self._calls.get(entry.job.request.request_id)
-            if isinstance(call, PrefillCall) and not entry.job.has_ended:
-                call.note_chunk(now)
+            if not entry.job.has_ended:
+                note_chunk(entry.job, now)
 
     def _emit(self, drawn: Sequence[NewTokens]) -> None:
         """Send one frame to each router whose requests have new tokens, and answer the calls that are finished."""
@@ -379,23 +408,23 @@ class Worker:
                 continue
             events[one.job.request.router_id].append(one.event)
             if one.finish_reason is not None:
-                call = self._call_of(one.job)
                 self._counters.finished_requests += 1
-                self._forget(call)
-                if isinstance(call, DecodeCall):
-                    call.finish(one.finish_reason)
+                self._forget(one.job)
+                one.job.answer(decode_reply(one.job, one.finish_reason))
         for router_id, of_router in events.items():
             self._token_server.emit(router_id, of_router)
 
     def _finish_prefill(self, drawn: NewTokens) -> None:
         """Commit the transfer of a prompt that is computed, and answer its call."""
-        call = self._call_of(drawn.job)
-        assert isinstance(call, PrefillCall)
-        if call.outgoing is not None:
-            call.outgoing.commit(drawn.tokens[0])
+        job = drawn.job
+        if job.outgoing is not None:
+            job.outgoing.commit(drawn.tokens[0])
         self._counters.finished_requests += 1
-        self._forget(call)
-        call.finish(drawn, self._clock())
+        self._forget(job)
+        try:
+            job.answer(prefill_reply(drawn, self._clock()))
+        except Exception as error:
+            job.fail(failed_alone(job.request, error))
 
     def _end_failed(self, step: ScheduledStep) -> None:
         """End requests for which the step has failed, or whose grammar did not constrain the token that was drawn.
@@ -404,12 +433,12 @@ class Worker:
         """
         for job, part in ((entry.job, entry.step) for entry in step.entries):
             if (error := job.sequence.fault.error) is not None and not job.has_ended:
-                self._fail_alone(self._call_of(job), error)
+                self._fail_alone(job, error)
             constraint = None if part.draw is None else part.draw.constraint
             if constraint is None or job.has_ended:
                 continue
             if constraint.has_failed(part.start + len(part.token_ids)):
-                self._abort(self._call_of(job), "its grammar can't be followed", grammar_too_complex())
+                self._abort(job, "its grammar can't be followed", grammar_too_complex())
         drawing = [one.job.request.request_id for one in step.entries for row in one.rows if row.draw is not None]
         broken = self._logits.step_ended(self._deps.engine.num_broken_rows, drawing)
         if broken is not None:
@@ -421,7 +450,7 @@ class Worker:
         """Raises RequestError, TicketRefused, EpochMismatch or WorkerLost for a call that can't be served."""
         self._loop.check_takes_requests()
         check_request(request, self._deps.vocab_size)
-        if request.request_id in self._calls:
+        if request.request_id in self._jobs:
             raise RequestError(f"request {request.request_id} is here already", code="duplicate_request", status=409)
         if request.grammar and self._deps.grammars is None:
             raise RequestError("this worker can't hold an answer to a grammar", code="grammar_unsupported")
@@ -438,83 +467,90 @@ class Worker:
                 self._offers.refuse_offer(pull)
             raise
 
-    def _begin_call(self, call: PrefillCall | DecodeCall, pull: Ticket | None = None) -> None:
-        """Register a new call, compile its grammar, and wait for the offer of its prefix from elsewhere."""
-        self._calls[call.request.request_id] = call
+    async def _reply_to(self, job: WorkerJob, pull: Ticket | None) -> Any:
+        """Begin a new call, and wait for its reply. Being cancelled aborts it."""
+        job.reply = asyncio.get_running_loop().create_future()
+        self._jobs[job.request.request_id] = job
         if self._grammars is not None:
-            self._grammars.begin(call)
+            self._grammars.begin(job)
         if pull is not None:
-            self._pulls.await_offer(call.job, pull)
+            self._pulls.await_offer(job, pull)
         elif self._tiers is not None:
-            self._tiers.begin_read(call.job)
-
-    async def _reply_to(self, call: PrefillCall | DecodeCall, reply: "asyncio.Future[ReplyT]") -> ReplyT:
-        """Wait for the reply to a call that has begun. Being cancelled aborts the call."""
+            self._tiers.begin_read(job)
+        if job.wants_transfer and job.ticket is not None:
+            self._receiving.await_offer(job, job.ticket)
         self._loop.wake()
         try:
-            return await reply
+            return await job.reply
         except asyncio.CancelledError:
-            self._abort(call, "the request was cancelled")
+            self._abort(job, "the request was cancelled")
             raise
         finally:
-            if call.compiling is not None:
-                call.compiling.cancel()
+            if job.compiling is not None:
+                job.compiling.cancel()
 
-    def _call_of(self, job: WorkerJob) -> PrefillCall | DecodeCall:
-        """Return the call of a job that has not ended."""
-        return self._calls[job.request.request_id]
-
-    def _fail_alone(self, call: PrefillCall | DecodeCall, error: BaseException) -> None:
+    def _fail_alone(self, job: WorkerJob, error: BaseException) -> None:
         """End one request that can't be computed."""
-        refusal = error if isinstance(error, RequestError) else failed_alone(call.request, error)
-        self._abort(call, str(refusal), refusal)
+        refusal = error if isinstance(error, RequestError) else failed_alone(job.request, error)
+        self._abort(job, str(refusal), refusal)
 
-    def _abort(self, call: PrefillCall | DecodeCall, reason: str, error: TwostrokeError | None = None) -> None:
-        """End a call in whatever phase it is, and give up its transfers, which may outlive it.
+    def _abort(self, job: WorkerJob, reason: str, error: TwostrokeError | None = None) -> None:
+        """End a request in whatever phase it is, and give up its transfers, which may outlive it.
 
-        `error` is raised to the call's awaiter, where there still is one.
+        `error` is raised to its call's awaiter, where there still is one.
         """
-        self._give_up_transfers(call, reason)
-        self._pulls.give_up_pull(call.job, reason)
-        if call.job.has_ended:
+        self._give_up_transfers(job, reason)
+        self._pulls.give_up_pull(job, reason)
+        if job.has_ended:
             return
         self._counters.aborted_requests += 1
-        self._scheduler.end(call.job)
-        self._forget(call)
+        self._scheduler.end(job)
+        self._forget(job)
         if error is not None:
-            call.fail(error)
+            job.fail(error)
 
-    def _forget(self, call: PrefillCall | DecodeCall) -> None:
-        """Forget a call of which a part has ended, if that was its last."""
-        if call.is_over and call.request.request_id in self._calls:
-            del self._calls[call.request.request_id]
+    def _forget(self, job: WorkerJob) -> None:
+        """Forget a request of which a part has ended, if that was its last."""
+        if job.is_over and job.request.request_id in self._jobs:
+            del self._jobs[job.request.request_id]
             if self._tiers is not None:
-                self._tiers.request_ended(call.job)
+                self._tiers.request_ended(job)
         self._loop.wake()
 
     # --- called by the token server and the step loop ---
 
-    def cancel(self, request_id: str) -> None:
-        """End a request that its router has cancelled."""
-        if (call := self._calls.get(request_id)) is not None:
-            self._abort(call, "its router cancelled it")
-            call.cancelled()
+    def on_message(self, message: FromRouter) -> None:
+        """Do what a router wants. Never waits."""
+        match message:
+            case Cancel(request_id):
+                self._abort_request(request_id)
+            case Drain(is_ordered):
+                self.leave(is_ordered=is_ordered)
+            case Resume():
+                self.resume(is_ordered=True)
+            case ChangeRole(role):
+                self.change_role(role)
+            case PrefillFailed(request_id):  # the router repeats it until it hears of the request
+                if (job := self._jobs.get(request_id)) is not None and not job.is_prefill_only:
+                    self._receiving.compute_prompt(job)
+            case SendPrefix(ticket, token_ids, cache_salt, log_context):
+                self._exports.send_prefix(ticket, token_ids, cache_salt, log_context)
 
-    def router_lost(self, router_id: str) -> None:
+    def _abort_request(self, request_id: str) -> None:
+        """End a request whose client has left, or whose attempt its router has ended."""
+        if (job := self._jobs.get(request_id)) is None:
+            return
+        self._abort(job, "its router cancelled it")
+        if job.is_prefill_only:
+            job.fail(CallCancelled("the router cancelled the request"))
+        else:
+            job.answer(decode_reply(job, None))
+
+    def _router_lost(self, router_id: str) -> None:
         """End the requests of a router that is gone: no event reaches it any more."""
-        for call in list(self._calls.values()):
-            if call.request.router_id == router_id:
-                self._abort(call, "its router is gone", WorkerLost(f"router {router_id} is gone"))
-
-    def prefill_failed(self, request_id: str) -> None:
-        """Have a prompt computed here, whose other worker sends no KV."""
-        call = self._calls.get(request_id)
-        if isinstance(call, DecodeCall):  # the router repeats it until it hears of the request
-            self._receiving.compute_prompt(call)
-
-    def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> None:
-        """Send what the prefix cache holds of these tokens."""
-        self._exports.send_prefix(ticket, token_ids, cache_salt, log_context)
+        for job in list(self._jobs.values()):
+            if job.request.router_id == router_id:
+                self._abort(job, "its router is gone", WorkerLost(f"router {router_id} is gone"))
 
     def leave(self, *, is_ordered: bool = False) -> None:
         """Take no new requests until `resume`. Requests that have not begun go elsewhere.
@@ -522,34 +558,30 @@ class Worker:
         `is_ordered`: an operator's order, which `resume` does not take back unless the operator does.
         """
         self._loop.stop_taking_requests(is_ordered=is_ordered)
-        for call in list(self._calls.values()):
-            if not call.has_begun:
+        for job in list(self._jobs.values()):
+            if not job.has_begun:
                 reason = f"worker {self._peer.worker_id} is leaving"
-                self._abort(call, reason, WorkerLeaving(reason))
+                self._abort(job, reason, WorkerLeaving(reason))
         self._token_server.send_stats()
 
     def fail_all(self, reason: str) -> None:
         """Raise WorkerLost to the caller of every request that has no answer yet, and say so on token channels."""
-        for call in self._calls.values():
-            if isinstance(call, DecodeCall):
-                request, index = call.request, call.job.sequence.num_output_tokens
+        for job in list(self._jobs.values()):
+            if not job.is_prefill_only:
+                request, index = job.request, job.sequence.num_output_tokens
                 self._token_server.emit(request.router_id, (TokenEvent(request.request_id, index, (), error=reason),))
-        for call in list(self._calls.values()):
-            if not call.job.has_ended:
-                self._abort(call, reason, WorkerLost(reason))
+        for job in list(self._jobs.values()):
+            if not job.has_ended:
+                self._abort(job, reason, WorkerLost(reason))
 
-    async def hang_up(self) -> None:
+    async def _hang_up(self) -> None:
         """Close the token channel, after the last numbers: routers see it go, and turn elsewhere."""
         self._token_server.send_stats()
         await self._token_server.close()
 
     # --- KV transfer ---
 
-    def wake(self) -> None:
-        """Have the step loop look for work: a request may be ready, or blocks free."""
-        self._loop.wake()
-
-    def admit_offered(self) -> None:
+    def _admit_offered(self) -> None:
         """Admit requests whose KV is offered, though a step may be under way."""
         self._begin_transfers(self._scheduler.admit_offered())
         self._loop.wake()
@@ -558,43 +590,41 @@ class Worker:
         for job in admitted.declined:
             self._pulls.refuse_offer(job)
         for job in admitted.jobs:
-            self._begin_transfer(self._call_of(job))
+            self._begin_transfer(job)
 
-    def _begin_transfer(self, call: PrefillCall | DecodeCall) -> None:
-        """Begin the transfers of a call whose job was just admitted."""
-        job = call.job
-        if isinstance(call, PrefillCall):
-            call.begin_step(self._clock())
+    def _begin_transfer(self, job: WorkerJob) -> None:
+        """Begin the transfers of a request that was just admitted."""
+        if job.is_prefill_only:
+            job.stepped_at = self._clock() if job.stepped_at is None else job.stepped_at
             if job.is_receiving:
                 self._pulls.begin_pull(job)
-            self._sending.begin(call)
-        elif job.is_receiving and call.ticket is not None:
-            self._receiving.begin(call, call.ticket)
+            self._sending.begin(job)
+        elif job.is_receiving and job.ticket is not None:
+            self._receiving.begin(job, job.ticket)
         elif job.is_receiving:
-            call.ready_at = self._clock()
+            job.ready_at = self._clock()
             self._pulls.begin_pull(job)
 
-    def pulled(self, job: WorkerJob, num_tokens: int) -> None:
+    def _on_pulled(self, job: WorkerJob, num_tokens: int) -> None:
         """Account for a pulled prefix, of which `num_tokens` tokens were not here; their KV is in the job's blocks."""
         if job.reads_tiers:
             job.tier_tokens = num_tokens
         else:
             self._counters.pulled_tokens += num_tokens
-        call = self._call_of(job)
-        if isinstance(call, PrefillCall):
+        if job.is_prefill_only:
             self._sending.pulled(job)
         else:
-            call.transfer_s = self._clock() - call.ready_at
-            call.ready_at += call.transfer_s
+            job.transfer_s = self._clock() - job.ready_at
+            job.ready_at += job.transfer_s
 
-    def _give_up_transfers(self, call: PrefillCall | DecodeCall, reason: str) -> None:
-        """Give up the KV transfer of a call, pulls aside. Its blocks may be in use a little longer."""
-        if isinstance(call, DecodeCall):
-            self._receiving.give_up(call, reason)
+    def _give_up_transfers(self, job: WorkerJob, reason: str) -> None:
+        """Give up the KV transfer of a request, pulls aside. Its blocks may be in use a little longer."""
+        if not job.is_prefill_only:
+            self._receiving.give_up(job, reason)
         else:
-            call.is_aborted = True
-            if call.outgoing is not None:
-                call.outgoing.abort(reason)
+            job.is_aborted = True
+            if job.outgoing is not None:
+                job.outgoing.abort(reason)
 
 
 _NO_SCORES = ScoringParams()

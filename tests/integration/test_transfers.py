@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, HOST, ONLY_PAIRS, SECRET, VOCAB, Served, Shape, of_one_worker, serve
 from twostroke.kvtransfer.config import TransferConfig
+from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Ticket, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.generate.config import PipelineConfig
@@ -97,7 +98,7 @@ def pull_from(served: Served, source: WorkerInfo) -> None:
     ):
         assert ticket is None
         pull = mint_ticket(SECRET, request.request_id, source.peer, target, served.fleet.infos[0].transfer_addresses)
-        worker.send_prefix(pull, request.token_ids, request.cache_salt, request.log_context)
+        worker.on_message(SendPrefix(pull, request.token_ids, request.cache_salt, request.log_context))
         return await decode(target, request, None, pull)
 
     served.fleet.decode = decode_and_pull  # type: ignore[method-assign]

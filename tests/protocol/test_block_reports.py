@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.rigs.played import played_by
-from tests.worker.test_token_server import HearingWorker
+from tests.worker.test_token_server import noting
 from twostroke.protocol import blocks as block_reports
 from twostroke.protocol.blocks import short_name, unpack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
@@ -112,7 +112,7 @@ def play(script: Callable[[Scene], Awaitable[None]], num_blocks: int = NUM_BLOCK
         tiers = BlockPool(2 * num_blocks, 4) if has_tiers else None
         fabric, pool, lost = MemoryFabric(seed=1), BlockPool(num_blocks, 4), list[tuple[str, str]]()
         server = TokenServer(
-            worker=HearingWorker(lost),
+            **noting(lost),
             peer=WORKER,
             network=fabric.at("prefill-0"),
             config=TokenServerConfig(lease_s=1000.0, max_unsent_bytes=100_000),

@@ -30,7 +30,11 @@ class Scene:
         self._is_ahead = is_ahead
         clock = asyncio.get_running_loop().time
         self.life = StepLoop(
-            worker=self,
+            step=self.step,
+            is_busy=lambda: self.is_busy,
+            fail_all=self.told.append,
+            hang_up=self.hang_up,
+            steps=self,
             worker_id="w",
             pools=(BlockPool(4, 4),),
             clock=clock,
@@ -38,12 +42,8 @@ class Scene:
             step_bound_s=lambda: 5.0,
         )
 
-    @property
-    def is_ahead(self) -> bool:
+    def __len__(self) -> int:
         return self._is_ahead(len(self.ended))
-
-    def fail_all(self, reason: str) -> None:
-        self.told.append(reason)
 
     async def step(self) -> bool:
         if not self._step_s:

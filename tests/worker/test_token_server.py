@@ -1,8 +1,9 @@
 """The worker's end of the token channel, on the network in memory and on virtual time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -10,16 +11,20 @@ from tests.rigs.played import played_by
 from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
+    Cancel,
+    Drain,
     Hello,
     Message,
     Ping,
+    PrefillFailed,
     Refuse,
     RequestsBlocked,
+    SendPrefix,
     StatsFrame,
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import Address, LogContext, Peer, SampledToken, Ticket, TokenEvent
+from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import VirtualLoop, run_virtually
@@ -59,29 +64,24 @@ class Scene:
         return connection
 
 
-@dataclass
-class HearingWorker:
-    """A worker that notes what its token server says, by call."""
+def noting(heard: list[tuple[str, str]]) -> dict[str, Callable[..., Any]]:
+    """What a token server calls of its worker, each call noted."""
 
-    heard: list[tuple[str, str]]
+    def on_message(message: Message) -> None:
+        match message:
+            case Cancel(request_id):
+                heard.append(("cancel", request_id))
+            case PrefillFailed(request_id):
+                heard.append(("prefill failed", request_id))
+            case SendPrefix(ticket, token_ids, cache_salt, _):
+                heard.append(("prefix", f"{ticket.request_id} {token_ids} {cache_salt!r}"))
+            case Drain():
+                heard.append(("drain", ""))
 
-    def cancel(self, request_id: str) -> None:
-        self.heard.append(("cancel", request_id))
+    def on_router_lost(router_id: str) -> None:
+        heard.append(("lost", router_id))
 
-    def prefill_failed(self, request_id: str) -> None:
-        self.heard.append(("prefill failed", request_id))
-
-    def send_prefix(self, ticket: Ticket, token_ids: Sequence[int], cache_salt: bytes, log_context: LogContext) -> None:
-        self.heard.append(("prefix", f"{ticket.request_id} {token_ids} {cache_salt!r}"))
-
-    def router_lost(self, router_id: str) -> None:
-        self.heard.append(("lost", router_id))
-
-    def stats(self) -> WorkerStats:
-        return STATS
-
-    def leave(self) -> None:
-        self.heard.append(("drain", ""))
+    return {"on_message": on_message, "on_router_lost": on_router_lost, "stats": lambda: STATS}
 
 
 def play(script: Callable[[Scene], Awaitable[None]]) -> None:
@@ -91,7 +91,7 @@ def play(script: Callable[[Scene], Awaitable[None]]) -> None:
         fabric = MemoryFabric(seed=1)
         heard: list[tuple[str, str]] = []
         server = TokenServer(
-            worker=HearingWorker(heard),
+            **noting(heard),
             peer=WORKER,
             network=fabric.at("decode-0"),
             config=CONFIG,

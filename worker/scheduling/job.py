@@ -1,15 +1,18 @@
-"""One request on a worker as the scheduler sees it: its phase, its transfers, its parts of steps. Pure."""
+"""One request on a worker: its call, its sequence, its phase, its transfers, its parts of steps. Pure."""
 
+import asyncio
 import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from twostroke.model.step import SequenceStep
-from twostroke.protocol.requests import GenerateRequest
+from twostroke.protocol.errors import TwostrokeError
+from twostroke.protocol.requests import GenerateRequest, Ticket
 from twostroke.worker.scheduling.sequence import SequenceState
 
 if TYPE_CHECKING:
+    from twostroke.kvtransfer.ranks import Incoming, Outgoing
     from twostroke.worker.speculation.speculator import RequestPredictor
 
 
@@ -42,7 +45,10 @@ class SwappedKV:
 
 @dataclass(eq=False, slots=True)
 class WorkerJob:
-    """One request between its arrival and the release of its blocks. Only the scheduler changes it."""
+    """One request between its arrival and the release of its blocks.
+
+    The scheduler alone writes the first part, the worker and its transfers the second.
+    """
 
     sequence: SequenceState
     arrived_at: float  # in seconds of the worker's clock
@@ -74,6 +80,22 @@ class WorkerJob:
     tokens_per_step: float = 1.0  # that its decode steps have drawn of late: more than 1 where drafts were right
     drafts_per_step: float = 0.0  # rows of drafts in these steps
 
+    # The worker's part: the call, and the transfers.
+    reply: "asyncio.Future[Any] | None" = None  # None: nobody awaits one
+    compiling: "asyncio.Task[None] | None" = None  # of its grammar
+    ready_at: float = 0.0  # when it could first have been stepped: its arrival, or the arrival of its KV
+    stepped_at: float | None = None
+    chunk_ends_s: list[float] = field(default_factory=list)  # of its prompt, since then
+    ticket: Ticket | None = None  # for the prompt's KV, which goes out where the prompt is computed, or comes in
+    outgoing: "Outgoing | None" = None
+    incoming: "Incoming | None" = None
+    transfer_s: float = 0.0  # until its KV had come
+    is_aborted: bool = False  # its transfer has been given up here, on purpose
+    computes_prompt: bool = False  # its prompt may be computed here, though another worker was to send the KV
+    router_wait: asyncio.TimerHandle | None = None  # its transfer has failed; runs until its router must have answered
+    pull_ticket: Ticket | None = None  # for its prefix, whose offer is neither taken nor refused
+    pull: "Incoming | None" = None  # of its prefix
+
     @property
     def request(self) -> GenerateRequest:
         return self.sequence.request
@@ -100,7 +122,7 @@ class WorkerJob:
         return self.phase is Phase.ENDED
 
     @property
-    def has_begun(self) -> bool:
+    def has_output(self) -> bool:
         """True once it has output tokens: it was resumed, or preempted."""
         return self.sequence.num_output_tokens > 0
 
@@ -169,6 +191,26 @@ class WorkerJob:
         if self.num_drawing == 0:
             return False
         return self.is_prefill_only or self.sequence.num_output_tokens + self.num_drawing >= self.request.max_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """True once anything is computed or received for it, or is about to be."""
+        return self.stepped_at is not None or self.is_offered or self.phase is not Phase.WAITING
+
+    @property
+    def is_over(self) -> bool:
+        """True once it has ended, and nothing sends its KV: the worker may forget it."""
+        return self.has_ended and not self.is_sending
+
+    def answer(self, reply: Any) -> None:
+        """Return from the call, unless its awaiter is gone."""
+        if self.reply is not None and not self.reply.done():
+            self.reply.set_result(reply)
+
+    def fail(self, error: TwostrokeError) -> None:
+        """Raise `error` to the call's awaiter, unless it is gone."""
+        if self.reply is not None and not self.reply.done():
+            self.reply.set_exception(error)
 
     def begin_step(self, step: SequenceStep) -> None:
         """Add a part of the next step."""

@@ -84,7 +84,7 @@ def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> 
             urgency = shortest_first(job.arrived_at, job.num_uncached, answer_tokens)
         case "fcfs":
             pass  # the arrival alone
-    return (-promise.priority, not job.has_begun, urgency, job.arrival)
+    return (-promise.priority, not job.has_output, urgency, job.arrival)
 
 
 def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) -> float:

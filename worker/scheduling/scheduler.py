@@ -152,7 +152,7 @@ class Scheduler:
         """
         if job.has_ended:
             return
-        if job.has_begun and job.request.scoring is None:
+        if job.has_output and job.request.scoring is None:
             self.policy.answer_ended(job)
             self.usual_steps = job.usual_steps(self.usual_steps)
             if self.speculator is not None and not job.is_prefill_only:

@@ -18,10 +18,10 @@ from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, ReceivingSide
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import Ticket, about
-from twostroke.worker.calls.worker_call import DecodeCall
+from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import NewTokens
-from twostroke.worker.transfers.pulls import PullingWorker, Transfers
+from twostroke.worker.transfers.pulls import Transfers
 
 _log = logging.getLogger(__name__)
 
@@ -30,67 +30,67 @@ _log = logging.getLogger(__name__)
 class PromptReceiver:
     """The prompts whose KV one worker receives."""
 
-    worker: PullingWorker
     receiver: ReceivingSide
     offers: AwaitedOffers
     scheduler: Scheduler
     transfers: Transfers
     router_wait_s: float
     clock: Clock
+    admit_offered: Callable[[], None]
     emit: Callable[[NewTokens], None]  # a token that has come with the KV
 
-    def await_offer(self, call: DecodeCall, ticket: Ticket) -> None:
-        """Wait for the offer of a new call's KV; it may be here already."""
-        self.offers.await_offer(ticket, on_offered=lambda: self._offered(call, ticket))
+    def await_offer(self, job: WorkerJob, ticket: Ticket) -> None:
+        """Wait for the offer of a new request's KV; it may be here already."""
+        self.offers.await_offer(ticket, on_offered=lambda: self._offered(job, ticket))
 
-    def begin(self, call: DecodeCall, ticket: Ticket) -> None:
+    def begin(self, job: WorkerJob, ticket: Ticket) -> None:
         """Receive the offered KV into the blocks of a job that was just admitted."""
-        sequence = call.job.sequence
-        call.incoming = self.receiver.expect_transfer(
+        sequence = job.sequence
+        job.incoming = self.receiver.expect_transfer(
             ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
         )
-        self.transfers.track(self._receive(call, call.incoming), f"receive {call.request.request_id}")
+        self.transfers.track(self._receive(job, job.incoming), f"receive {job.request.request_id}")
 
-    def compute_prompt(self, call: DecodeCall) -> None:
+    def compute_prompt(self, job: WorkerJob) -> None:
         """Have the prompt computed here, now or when its transfer has ended."""
-        call.computes_prompt = True
-        self.give_up(call, "the prefill failed")  # `_receive` goes on from there
-        self.scheduler.compute_here(call.job)
-        self.worker.wake()
+        job.computes_prompt = True
+        self.give_up(job, "the prefill failed")  # `_receive` goes on from there
+        self.scheduler.compute_here(job)
+        self.transfers.wake()
 
-    def give_up(self, call: DecodeCall, reason: str) -> None:
-        """Give up the call's transfer. Its blocks may be written a little longer."""
-        if call.incoming is not None:
-            call.incoming.abort(reason)
-        elif call.ticket is not None:
-            self.offers.refuse_offer(call.ticket)  # or the other worker would keep its blocks for nothing
-        if call.router_wait is not None:
-            call.router_wait.cancel()
+    def give_up(self, job: WorkerJob, reason: str) -> None:
+        """Give up the request's transfer. Its blocks may be written a little longer."""
+        if job.incoming is not None:
+            job.incoming.abort(reason)
+        elif job.ticket is not None:
+            self.offers.refuse_offer(job.ticket)  # or the other worker would keep its blocks for nothing
+        if job.router_wait is not None:
+            job.router_wait.cancel()
 
-    def _offered(self, call: DecodeCall, ticket: Ticket) -> None:
-        self.scheduler.offered(call.job)
-        self.worker.admit_offered()
-        if call.incoming is None:
+    def _offered(self, job: WorkerJob, ticket: Ticket) -> None:
+        self.scheduler.offered(job)
+        self.admit_offered()
+        if job.incoming is None:
             self.receiver.keep_offer(ticket)  # until there is room, or the request ends
 
-    async def _receive(self, call: DecodeCall, incoming: Incoming) -> None:
+    async def _receive(self, job: WorkerJob, incoming: Incoming) -> None:
         """Wait for the end of a transfer. Until then its blocks stay the job's, whatever becomes of the job."""
         started_at = self.clock()
         try:
             first_token = await incoming.verified()
             if first_token is None:
-                call.computes_prompt = True  # the source takes the transfer for a success
+                job.computes_prompt = True  # the source takes the transfer for a success
                 raise TransferFailed("it has no first token, like a cached prefix")
         except TransferFailed as error:
-            _log.warning("the KV was not received: %s", error, extra=about(call.request.log_context))
-            self.scheduler.transfer_failed(call.job)
-            if not (call.computes_prompt or call.job.has_ended):
-                self.scheduler.wait_on(call.job)
-                call.router_wait = asyncio.get_running_loop().call_later(self.router_wait_s, self.compute_prompt, call)
+            _log.warning("the KV was not received: %s", error, extra=about(job.request.log_context))
+            self.scheduler.transfer_failed(job)
+            if not (job.computes_prompt or job.has_ended):
+                self.scheduler.wait_on(job)
+                job.router_wait = asyncio.get_running_loop().call_later(self.router_wait_s, self.compute_prompt, job)
         else:
-            call.transfer_s = self.clock() - started_at
-            drawn = self.scheduler.verified(call.job, first_token)
+            job.transfer_s = self.clock() - started_at
+            drawn = self.scheduler.verified(job, first_token)
             if drawn is not None:
                 self.emit(drawn)
         finally:
-            call.ready_at = self.clock()
+            job.ready_at = self.clock()

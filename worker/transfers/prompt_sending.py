@@ -11,7 +11,6 @@ from twostroke.kvtransfer.ranks import Outgoing, SendingSide
 from twostroke.model.step import OnLayer
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import about
-from twostroke.worker.calls.worker_call import PrefillCall
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.scheduler import Scheduler
 from twostroke.worker.scheduling.step import ScheduledStep
@@ -30,27 +29,23 @@ class PromptSender:
     transfers: Transfers
     token_server: TokenServer
     layers: range  # of the rank that talks to routers
-    forget: Callable[[PrefillCall], None]  # a call of which a part has ended
+    forget: Callable[[WorkerJob], None]  # a request of which a part has ended
 
-    def __post_init__(self) -> None:
-        self._outgoing: dict[WorkerJob, Outgoing] = {}
-
-    def begin(self, call: PrefillCall) -> None:
+    def begin(self, job: WorkerJob) -> None:
         """Begin the transfer of an admitted prompt whose KV is wanted elsewhere."""
-        if call.ticket is None:
+        if job.ticket is None:
             return
-        job, sequence = call.job, call.job.sequence
+        sequence = job.sequence
         num_there = sequence.num_computed  # whole blocks, except for tokens that are still to be copied
         if sequence.awaits_copy:
             num_there -= num_there % sequence.block_size
-        outgoing = self.sender.begin_transfer(call.ticket, len(sequence.token_ids), sequence.block_ids, num_there)
-        call.outgoing = self._outgoing[job] = outgoing
+        job.outgoing = self.sender.begin_transfer(job.ticket, len(sequence.token_ids), sequence.block_ids, num_there)
         self.scheduler.begin_sending(job)
-        self.transfers.track(self._await_end(call, outgoing), f"send {call.request.request_id}")
+        self.transfers.track(self._await_end(job, job.outgoing), f"send {job.request.request_id}")
 
     def layers_of(self, step: ScheduledStep) -> OnLayer | None:
         """Return the function that sends each layer of a step once the engine has computed it; None: none is sent."""
-        sending = [(entry, self._outgoing[entry.job]) for entry in step.entries if entry.job in self._outgoing]
+        sending = [(entry, outgoing) for entry in step.entries if (outgoing := entry.job.outgoing) is not None]
         if not sending:
             return None
         for entry, outgoing in sending:
@@ -66,20 +61,20 @@ class PromptSender:
 
     def pulled(self, job: WorkerJob) -> None:
         """Send the KV of a prefix that was pulled from elsewhere."""
-        if (outgoing := self._outgoing.get(job)) is not None:
+        if job.outgoing is not None:
             for layer in self.layers:
-                outgoing.layer_ready(layer, job.sequence.num_computed)
+                job.outgoing.layer_ready(layer, job.sequence.num_computed)
 
-    async def _await_end(self, call: PrefillCall, transfer: Outgoing) -> None:
+    async def _await_end(self, job: WorkerJob, transfer: Outgoing) -> None:
         """Wait for the end of a transfer, and release the job's blocks."""
         try:
             await transfer.done()
         except TransferFailed as error:
-            _log.warning("the KV was not sent: %s", error, extra=about(call.request.log_context))
-            if not call.is_aborted:  # else no worker waits for it
+            _log.warning("the KV was not sent: %s", error, extra=about(job.request.log_context))
+            if not job.is_aborted:  # else no worker waits for it
                 # Through its router, since the other worker may not even know that it waits for KV.
-                self.token_server.kv_not_sent(call.request.router_id, call.request.request_id)
+                self.token_server.kv_not_sent(job.request.router_id, job.request.request_id)
         finally:
-            del self._outgoing[call.job]
-            self.scheduler.end_sending(call.job)
-            self.forget(call)
+            job.outgoing = None
+            self.scheduler.end_sending(job)
+            self.forget(job)

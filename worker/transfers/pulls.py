@@ -9,9 +9,9 @@ from the match to the transfer's end. All its KV is there when the transfer begi
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
@@ -51,38 +51,31 @@ class Transfers:
         """Wait until no transfer is under way: soon after both sides are closed, so that none can begin."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _has_ended(self, task: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(task)
+    def wake(self) -> None:
+        """Have the step loop look for work."""
         if self._loop is not None:
             self._loop.wake()
 
-
-class PullingWorker(Protocol):
-    """The worker as its pulls see it. No call waits."""
-
-    def admit_offered(self) -> None: ...
-
-    def pulled(self, job: WorkerJob, num_tokens: int) -> None: ...
-
-    def wake(self) -> None: ...
+    def _has_ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        self.wake()
 
 
 @dataclass(eq=False)
 class Pulls:
     """One worker's pulls: prefixes that arrive from other workers' caches."""
 
-    worker: PullingWorker
     receiver: ReceivingSide
     offers: AwaitedOffers
     transfers: Transfers
     scheduler: Scheduler
     wait_s: float  # longest wait for an offer
-    _expected: dict[WorkerJob, Ticket] = field(default_factory=dict, init=False)  # offers neither taken nor refused
-    _incoming: dict[WorkerJob, Incoming] = field(default_factory=dict, init=False)
+    admit_offered: Callable[[], None]
+    on_pulled: Callable[[WorkerJob, int], None]  # a prefix that has come, and how many of its tokens were not here
 
     def await_offer(self, job: WorkerJob, ticket: Ticket, wait_s: float | None = None) -> None:
         """Wait for the offer to a job that awaits one, `self.wait_s` unless told; it may be here already."""
-        self._expected[job] = ticket
+        job.pull_ticket = ticket
         self.offers.await_offer(
             ticket,
             self.wait_s if wait_s is None else wait_s,
@@ -92,16 +85,18 @@ class Pulls:
 
     def begin_pull(self, job: WorkerJob) -> None:
         """Receive the offered KV into the blocks of a job that was admitted to pull."""
-        sequence, num_tokens = job.sequence, job.offered_tokens
-        incoming = self._incoming[job] = self.receiver.expect_transfer(
-            self._expected.pop(job), sequence.block_ids, num_tokens, skip_tokens=sequence.num_computed
+        sequence, ticket = job.sequence, job.pull_ticket
+        assert ticket is not None
+        job.pull_ticket = None
+        job.pull = self.receiver.expect_transfer(
+            ticket, sequence.block_ids, job.offered_tokens, skip_tokens=sequence.num_computed
         )
-        self.transfers.track(self._await_pull(job, incoming), f"pull {job.request.request_id}")
+        self.transfers.track(self._await_pull(job, job.pull), f"pull {job.request.request_id}")
 
     def refuse_offer(self, job: WorkerJob) -> None:
         """Refuse the job's offer. Harmless where none is expected, or it is taken already."""
-        ticket = self._expected.pop(job, None)
-        if ticket is not None:
+        if job.pull_ticket is not None:
+            ticket, job.pull_ticket = job.pull_ticket, None
             self.offers.refuse_offer(ticket)
 
     def give_up_pull(self, job: WorkerJob, reason: str) -> None:
@@ -110,8 +105,8 @@ class Pulls:
         Harmless where nothing is pulled.
         """
         self.refuse_offer(job)
-        if job in self._incoming:
-            self._incoming[job].abort(reason)
+        if job.pull is not None:
+            job.pull.abort(reason)
 
     def _offered(self, job: WorkerJob, ticket: Ticket) -> None:
         num_tokens = self.receiver.offered_tokens(ticket.transfer_id)
@@ -119,12 +114,12 @@ class Pulls:
             self._not_offered(job)
             return
         self.scheduler.offered_prefix(job, num_tokens)
-        self.worker.admit_offered()
+        self.admit_offered()
 
     def _not_offered(self, job: WorkerJob) -> None:
         self.refuse_offer(job)
         self.scheduler.no_prefix(job)
-        self.worker.wake()
+        self.transfers.wake()
 
     async def _await_pull(self, job: WorkerJob, incoming: Incoming) -> None:
         """Wait for the end of a pull. Until then the blocks stay the job's, whatever becomes of the job."""
@@ -135,9 +130,9 @@ class Pulls:
             self.scheduler.pull_failed(job)
         else:
             if num_tokens := self.scheduler.pulled(job):
-                self.worker.pulled(job, num_tokens)
+                self.on_pulled(job, num_tokens)
         finally:
-            del self._incoming[job]
+            job.pull = None
 
 
 @dataclass(frozen=True)

@@ -374,7 +374,7 @@ def test_an_answer_that_a_stop_string_ends_is_learnt_from_as_well() -> None:
     rig.scheduler.end(cancelled)
     first, second = rig.add(4, 40, promise=chatty), rig.add(4, 40, promise=terse)
     assert jobs(rig.run()) == [second]
-    assert not first.has_begun
+    assert not first.has_output
 
 
 @pytest.mark.parametrize("seed", range(10))

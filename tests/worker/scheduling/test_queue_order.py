@@ -35,7 +35,7 @@ class Waiting:
     arrived_at: float = 0.0
     num_uncached: int = 100
     promise: Promise = NOTHING
-    has_begun: bool = False
+    has_output: bool = False
     num_indivisible: int = 0
     turn: Turn = field(default=())
 
@@ -88,7 +88,7 @@ def test_the_first_to_arrive_goes_first() -> None:
 def test_a_higher_priority_goes_first_and_then_requests_with_tokens(policy: QueuePolicy) -> None:
     jobs = [
         Waiting(0, promise=due(0.0)),
-        Waiting(1, promise=due(9.0), has_begun=True, num_uncached=999),
+        Waiting(1, promise=due(9.0), has_output=True, num_uncached=999),
         Waiting(2, promise=due(None, priority=1), num_uncached=9999),
     ]
     assert ordered(jobs, policy) == [2, 1, 0]

@@ -215,13 +215,13 @@ async def test_a_message_of_a_failed_prefill_after_its_kv_has_arrived_changes_no
     async with source_beside(rig, peer=PREFILL) as prefill:
         transfer, token = await prefill.hand_over(ticket, request)
         await a_moment()
-        incoming = rig.worker._calls["r"].incoming
+        incoming = rig.worker._jobs["r"].incoming
         count = incoming._on_ended
 
         def count_and_tell(ended: IncomingTransfer) -> None:
             """Act before the worker has noticed the end."""
             count(ended)
-            rig.worker.prefill_failed("r")
+            rig.worker.on_message(PrefillFailed("r"))
 
         if when == "as it is verified":
             incoming._on_ended = count_and_tell
