@@ -3,8 +3,7 @@
 from pydantic import NonNegativeFloat, model_validator
 
 from twostroke.protocol.settings import Count, TokenCount
-from twostroke.worker.config import WorkerConfig
-from twostroke.worker.scheduling.preemption import PreemptionMode
+from twostroke.worker.config import PreemptionMode, WorkerConfig
 
 
 class DecodeConfig(WorkerConfig):

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.worker.role import WorkerRole
-from twostroke.worker.scheduling.policy import StepPolicy
+from twostroke.worker.scheduling.step_policy import StepPolicy
 
 
 class DecodePolicy(StepPolicy):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from twostroke.loadtests.plan import SLO
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
-from twostroke.worker.scheduling.queue_order import AnswerLengths, shortest_first
+from twostroke.worker.scheduling.step_policy import AnswerLengths, shortest_first
 
 CHUNK_TOKENS = 512
 TRANSFER_S = 0.002

@@ -10,8 +10,8 @@ from typing import ClassVar
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.worker.role import WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.policy import StepPolicy
 from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.step_policy import StepPolicy
 
 LEFT_TO_HIGHER = 8
 """One in this number of blocks is left to prompts of higher classes than KV that waits to be sent."""

@@ -3,15 +3,17 @@
 A file of its own, so that loading a configuration imports neither an engine nor the step loop.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt
 from pydantic import Field, NonNegativeFloat
 
 from twostroke.protocol.settings import Count, Interval, Section, TokenCount
-from twostroke.worker.scheduling.queue_order import QueuePolicy
 from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.token_server import TokenServerConfig
+
+QueuePolicy = Literal["edf", "sjf", "fcfs"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
 
 
 class WorkerConfig(Section):

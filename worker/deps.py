@@ -13,8 +13,7 @@ from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import GpuUse
-from twostroke.worker.experts.expert_balance import ExpertBalance
-from twostroke.worker.experts.expert_load import ReadHits
+from twostroke.worker.experts import ExpertBalance, ReadHits
 from twostroke.worker.scheduling.block_pool import BlockPool
 
 

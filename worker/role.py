@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from twostroke.protocol.stats import Role, StepCosts, StepRole
-from twostroke.worker.config import WorkerConfig
+from twostroke.worker.config import PreemptionMode, WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.policy import StepPolicy
-from twostroke.worker.scheduling.preemption import PreemptionMode
+from twostroke.worker.scheduling.step_policy import StepPolicy
 
 MakePolicy = Callable[[WorkerConfig, Callable[[], StepCosts | None], BlockPool], StepPolicy]
 

@@ -48,31 +48,28 @@ from twostroke.protocol.requests import (
     check_request,
 )
 from twostroke.protocol.stats import StepRole, WorkerInfo, WorkerStats
-from twostroke.worker.calls.call_log import failed_alone, logged
-from twostroke.worker.calls.grammar_compiler import GrammarCompiler
-from twostroke.worker.calls.worker_call import (
+from twostroke.worker.calls import (
+    GrammarCompiler,
     check_ticket,
     decode_reply,
+    failed_alone,
     grammar_too_complex,
+    logged,
     note_chunk,
     prefill_reply,
 )
 from twostroke.worker.deps import WorkerDeps
-from twostroke.worker.experts.expert_load import ExpertLoad
+from twostroke.worker.experts import ExpertLoad
+from twostroke.worker.link_probe import LinkProbe
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
-from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
+from twostroke.worker.scheduling.scheduler import Admitted, HostBlocks, NewTokens, ScheduledStep, Scheduler, Swapping
 from twostroke.worker.speculation.speculator import speculator_of
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
+from twostroke.worker.tier_transfers import TierTransfers
 from twostroke.worker.token_server import FromRouter, TokenServer
-from twostroke.worker.transfers.link_probe import LinkProbe
-from twostroke.worker.transfers.prompt_receiving import PromptReceiver
-from twostroke.worker.transfers.prompt_sending import PromptSender
-from twostroke.worker.transfers.pulls import PrefixExports, Pulls, Transfers
-from twostroke.worker.transfers.tier_transfers import TierTransfers
+from twostroke.worker.transfers import PrefixExports, PromptReceiver, PromptSender, Pulls, Transfers
 from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
 
 _log = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
 from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
-from twostroke.worker.scheduling.policy import PromisedBatch
-from twostroke.worker.scheduling.preemption import HostBlocks, Swapping
-from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.scheduler import HostBlocks, Scheduler, Swapping
+from twostroke.worker.scheduling.step_policy import PromisedBatch
 from twostroke.worker.speculation.speculator import Speculator
 from twostroke.worker.step_costs import StepContent
 
@@ -95,7 +94,7 @@ def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str,
         "num_waiting_tokens": sum(of_class.tokens for of_class in queued),
         "prefix_queries": scheduler.prefix_queries,
         "prefix_hits": scheduler.prefix_hits,
-        "preemptions": scheduler.preemptor.num_preemptions,
+        "preemptions": scheduler.num_preemptions,
         "queued": queued,
         "context_tokens": decoding.num_context_tokens,
         "tightest_tpot_s": tightest_tpot_s(decoding, costs),

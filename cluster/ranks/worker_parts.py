@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from twostroke.protocol.grammars import Vocabulary
     from twostroke.protocol.kv_layout import KVLayout
     from twostroke.worker.deps import WorkerDeps
-    from twostroke.worker.experts.expert_balance import ExpertBalance
+    from twostroke.worker.experts import ExpertBalance
 
 
 StoreT = TypeVar("StoreT", bound="BlobStore")
@@ -349,8 +349,7 @@ async def _with_tiers(
 def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None":
     """Return what moves copies of experts among the ranks; None where they have no room for any."""
     from twostroke.model.parallel.expert_slots import STEP_BYTES
-    from twostroke.worker.experts.expert_balance import ExpertBalance, Room
-    from twostroke.worker.experts.expert_load import ExpertLoad
+    from twostroke.worker.experts import ExpertBalance, ExpertLoad, Room
 
     slots = loaded.expert_slots
     if slots is None or loaded.expert_hits is None:

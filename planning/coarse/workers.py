@@ -21,8 +21,7 @@ from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.stats import Role
 from twostroke.worker.profile import WorkerProfile
-from twostroke.worker.scheduling.policy import StepBudget
-from twostroke.worker.scheduling.step import PromptBudget
+from twostroke.worker.scheduling.step_policy import PromptBudget, StepBudget
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from twostroke.model.parallel import expert_slots
 from twostroke.model.parallel.ranked_engine import TensorParallelEngine
 from twostroke.protocol.errors import WorkerLost
-from twostroke.worker.experts import expert_balance
 
 NEW_TOKENS = 24
 PROMPTS = [[7] * 20, [7] * 50, [11, 7] * 16, [7, 7, 5] * 12]
@@ -44,7 +43,7 @@ def expected(folder: Path) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def often_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make rank 0 of this process decide often and move copies in pieces."""
-    monkeypatch.setattr(expert_balance, "EXPERT_EXAMINE_S", 0.05)
+    monkeypatch.setattr("twostroke.worker.experts.EXPERT_EXAMINE_S", 0.05)
     monkeypatch.setitem(expert_slots.STEP_BYTES, "cpu", 2000)
 
 

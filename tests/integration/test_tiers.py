@@ -15,7 +15,7 @@ from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_pro
 from twostroke.kvtiers import config, kv_tiers
 from twostroke.kvtiers.config import DiskTierConfig, SharedTierConfig, TiersConfig
 from twostroke.protocol.stats import TierStats
-from twostroke.worker.transfers.tier_transfers import TierTransfers
+from twostroke.worker.tier_transfers import TierTransfers
 
 NEW_TOKENS = 16
 PROMPTS = random_prompts(96, 1, (40, 64, 65, 128, 200, 300))

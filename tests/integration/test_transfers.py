@@ -181,7 +181,7 @@ async def test_a_prompt_whose_kv_can_not_be_sent_is_computed_at_once_where_it_is
     lines = [
         record.getMessage()
         for record in caplog.records
-        if record.name == "twostroke.worker.transfers.prompt_sending" and record.levelno == logging.WARNING
+        if record.name == "twostroke.worker.transfers" and record.levelno == logging.WARNING
     ]
     assert len(lines) == 2
     assert all("was not sent" in line for line in lines)

@@ -17,8 +17,7 @@ from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import GenerateRequest, SampledToken, SamplingParams
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.job import SequenceState, WorkerJob
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

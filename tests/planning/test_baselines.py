@@ -20,8 +20,8 @@ from twostroke.planning.baselines import (
 from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.exact import VOCABULARY, simulate_plan
 from twostroke.planning.layouts import Layout
+from twostroke.worker.config import QueuePolicy
 from twostroke.worker.profile import WorkerProfile
-from twostroke.worker.scheduling.queue_order import QueuePolicy
 
 TIGHT: WorkerProfile = replace(SMALL, kv_tokens=14_000)
 

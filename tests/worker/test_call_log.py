@@ -12,14 +12,14 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import Cancel
 from twostroke.protocol.requests import LogContext, ScoringParams
 from twostroke.router.observe.log_format import JsonLines
-from twostroke.worker.calls import call_log
+from twostroke.worker import calls
 
 CONTEXT = LogContext("a client's", "0af7651916cd43dd8448eb211c80319c", 0, 2, "prefill-0", "decode-0")
 
 
 def told(caplog: pytest.LogCaptureFixture) -> tuple[str, dict[str, object]]:
     """The message of the one line of a call, and all its fields."""
-    (line,) = [JsonLines({}).format(one) for one in caplog.records if one.name == call_log.__name__]
+    (line,) = [JsonLines({}).format(one) for one in caplog.records if one.name == calls.__name__]
     fields = json.loads(line)
     return fields["message"], fields
 
@@ -95,7 +95,7 @@ def test_what_a_bug_or_a_wrong_request_says_is_not_told(
         raise error
 
     with pytest.raises(type(error), match="princess"):
-        asyncio.run(call_log.logged("decode", a_request(), lambda: 0.0, failing()))  # type: ignore[type-var]
+        asyncio.run(calls.logged("decode", a_request(), lambda: 0.0, failing()))  # type: ignore[type-var]
     message, fields = told(caplog)
     assert (message, fields["error"]) == (f"decode failed{words}", type(error).__name__)
 
@@ -104,7 +104,7 @@ def test_what_a_bug_or_a_wrong_request_says_is_not_told(
 def test_what_a_request_alone_has_failed_of_names_the_request(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call_log.failed_alone(a_request(log_context=CONTEXT), error)
+    calls.failed_alone(a_request(log_context=CONTEXT), error)
     message, fields = told(caplog)
     assert (fields["request_id"], fields["attempt"]) == ("a client's", 2)
     assert "of the prompt" not in message

@@ -14,8 +14,8 @@ from twostroke.kvtransfer.sender import LinkReport
 from twostroke.protocol.errors import RequestError, TransferFailed
 from twostroke.protocol.requests import Address, Peer, mint_ticket
 from twostroke.simulator.memory_transport import Parts
-from twostroke.worker.transfers.link_probe import LinkProbe, _links
-from twostroke.worker.transfers.pulls import Transfers
+from twostroke.worker.link_probe import LinkProbe, _links
+from twostroke.worker.transfers import Transfers
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.policy import PromisedBatch
+from twostroke.worker.scheduling.step_policy import PromisedBatch
 from twostroke.worker.step_costs import StepContent
 from twostroke.worker.worker_stats import UTILIZATION_WINDOW_S, Utilization
 

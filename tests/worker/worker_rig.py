@@ -47,8 +47,8 @@ from twostroke.simulator.sim_tiers import SimStorage, SimTiers, TierPlan
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.role import Policies
-from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.transfers.pulls import PrefixExports, Transfers
+from twostroke.worker.scheduling.job import SequenceState
+from twostroke.worker.transfers import PrefixExports, Transfers
 from twostroke.worker.worker import Worker
 
 SECRET = b"a secret of tests"

@@ -1,19 +1,390 @@
-"""One request on a worker: its call, its sequence, its phase, its transfers, its parts of steps. Pure."""
+"""One request on a worker: its call, its sequence of tokens and blocks, its phase, its transfers, its parts of steps.
+
+Both roles use it. No torch, no I/O. The owner of a sequence ends it with `reset`, on every path.
+"""
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-from twostroke.model.step import SequenceStep
+from twostroke.model.step import (
+    Constraint,
+    Draw,
+    MtpDrafts,
+    PromptScorer,
+    RowFault,
+    SequenceStep,
+    TokenCounts,
+    is_penalised,
+)
+from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TwostrokeError
-from twostroke.protocol.requests import GenerateRequest, Ticket
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
+from twostroke.protocol.requests import GenerateRequest, Ticket, forbidden_tokens
+from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 
 if TYPE_CHECKING:
     from twostroke.kvtransfer.ranks import Incoming, Outgoing
+    from twostroke.worker.speculation.forced_text import ForcedText
     from twostroke.worker.speculation.speculator import RequestPredictor
+
+
+class SequenceState:
+    """One request between its arrival at a worker and its end there.
+
+    `token_ids` grows by `append`, also beyond what is computed. `block_ids` is a table of rows with a block for each
+    group of layers (protocol/kv_layout.py), and holds one pool reference on each. The KV of the first `num_computed`
+    tokens is in those blocks; a window's group keeps only what the next token attends to. `computed` follows each step.
+
+    A window's group has blocks for no more rows than its window and a step of `step_tokens` can touch. It gives the
+    first ones back as it takes further ones, so a prompt that has begun never waits for blocks.
+    """
+
+    def __init__(self, request: GenerateRequest, block_size: int, groups: KVGroups = ONE_GROUP, step_tokens: int = 1):
+        self.request = request
+        self.block_size = block_size
+        self.groups = groups
+        self._most_rows = {group: groups.most_rows(group, block_size, step_tokens) for group in groups.windowed}
+        # Bounds of the rows with blocks of windows' groups. Between, there may be a gap before KV that will arrive.
+        self._held: dict[int, tuple[int, int]] = dict.fromkeys(groups.windowed, (0, 0))
+        self.token_ids: list[int] = list(request.token_ids)
+        self.block_ids: list[int] = []
+        self.constraint: Constraint | None = None  # of a request with a grammar, before its first step
+        self.forced_text: ForcedText | None = None  # of the same, once it is known, where there may be drafts
+        self.mtp: MtpDrafts | None = None  # where a model's MTP head drafts, before the first step
+        self.num_computed = 0
+        self.scorer = None if request.scoring is None else PromptScorer(request.scoring, request.token_ids)
+        self.fault = RowFault() if self.scorer is None else self.scorer.fault
+        self._block_hashes: list[BlockHash] = []
+        self._token_counts: TokenCounts | None = None  # made for the first draw with penalties
+        self._num_published = 0  # the first rows of the table: matched, published, or found to be named elsewhere
+        self._has_tail = False  # it is published, or was taken from another
+        self._is_retained = request.keep_s <= 0  # the prompt's blocks are told to be kept, or need not be
+        self._copied_from: int | None = None  # a block with a reference of this sequence's, until it is copied
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens after the prompt, including those of earlier attempts."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed: 1 for a running decode."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def block_hashes(self) -> list[BlockHash]:
+        """Names of all full blocks of `token_ids`, computed or not. Each is hashed once; not to be modified."""
+        for index in range(len(self._block_hashes), len(self.token_ids) // self.block_size):
+            parent = self._block_hashes[-1] if self._block_hashes else root_hash(self.request.cache_salt)
+            start = index * self.block_size
+            self._block_hashes.append(next_hash(parent, self.token_ids[start : start + self.block_size]))
+        return self._block_hashes
+
+    @property
+    def matchable_hashes(self) -> list[BlockHash]:
+        """The names worth looking up.
+
+        At least one token must be computed, or there is nothing to draw from; for some scores all must be.
+        """
+        if self.request.scoring is not None and self.request.scoring.needs_all:
+            return []
+        return self.block_hashes[: (len(self.token_ids) - 1) // self.block_size]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the block table."""
+        return len(self.block_ids) // self.groups.count
+
+    @property
+    def num_held(self) -> int:
+        """Number of tokens, from the first on, that have blocks in every group."""
+        return min([self.num_rows, *[end for _, end in self._held.values()]]) * self.block_size
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Return the blocks to allocate for the next `num_tokens` uncomputed tokens; 0 where they fit already."""
+        rows = -(-(self.num_computed + num_tokens) // self.block_size)
+        missing = max(0, rows - self.num_rows) * (self.groups.count - len(self._held))
+        for group, (_, end) in self._held.items():
+            missing += max(0, self._window_end(group, rows) - end)
+        return missing
+
+    def match_prefix(self, pool: BlockPool) -> int:
+        """Take the blocks of the longest cached prefix; return their number of tokens.
+
+        Raises ValueError for a sequence that has blocks already.
+        """
+        if self.block_ids:
+            raise ValueError(f"request {self.request.request_id} already has blocks")
+        self.block_ids = pool.match(self.matchable_hashes)
+        self._num_published = self.num_rows
+        self.num_computed = self._num_published * self.block_size
+        for group in self._held:
+            self._held[group] = self._first_row(group), self._num_published
+        return self.num_computed
+
+    def match_tail(self, pool: BlockPool) -> int:
+        """Have the end of the prompt, except its last token, copied from another sequence's block by the next step.
+
+        Called once blocks are reserved, where the cached prefix is whole. Returns the number of tokens that it spares.
+        """
+        num_tokens = self.request.num_prompt_tokens - 1 - self.num_computed
+        if not 0 < num_tokens < self.block_size or (name := self._tail_name()) is None:
+            return 0
+        self._copied_from = pool.take_tail(name)
+        if self._copied_from is None:
+            return 0
+        self._has_tail = True
+        self.num_computed += num_tokens
+        return num_tokens
+
+    @property
+    def awaits_copy(self) -> bool:
+        """True while the last of the tokens that count as computed are still to be copied from another's block."""
+        return self._copied_from is not None
+
+    def reserve(self, pool: BlockPool, num_tokens: int) -> None:
+        """Allocate `blocks_needed(num_tokens)` blocks. Raises OutOfBlocks with nothing changed."""
+        missing = self.blocks_needed(num_tokens)
+        if not missing:  # a decode needs one every `block_size` steps
+            return
+        blocks = pool.allocate(missing)
+        if not self._held:  # then there is one group
+            self.block_ids.extend(blocks)
+            return
+        first, rows = self.num_rows, -(-(self.num_computed + num_tokens) // self.block_size)
+        self.block_ids.extend([NO_BLOCK] * (max(0, rows - first) * self.groups.count))
+        for group in range(self.groups.count):
+            begin, end = first, rows
+            if group in self._held:
+                kept, begin = self._held[group]
+                end = max(begin, self._window_end(group, rows))
+                self._held[group] = kept, end
+            self._fill(group, range(begin, end), blocks)
+
+    def computed(self, pool: BlockPool, num_tokens: int) -> None:
+        """Account for steps that computed the KV of the first `num_tokens` tokens: name blocks, move windows on."""
+        self._end_copy(pool)
+        self.num_computed = num_tokens
+        self._publish_full_blocks(pool)
+        if self._held:
+            self._move_windows(pool)
+
+    def received(self, pool: BlockPool, num_tokens: int) -> None:
+        """Account for expected KV that has arrived, of which windows have only what the next token attends to."""
+        self.receives(pool, num_tokens)
+        self._publish_full_blocks(pool)
+
+    def receives(self, pool: BlockPool, num_tokens: int) -> None:
+        """Account for expected KV that will arrive before anything reads it: no block gets its name yet."""
+        self.num_computed = num_tokens
+        if self._held:
+            self._move_windows(pool)
+
+    def expect(self, pool: BlockPool, num_tokens: int, *, keeps_prefix: bool) -> None:
+        """Prepare the windows' blocks for KV of the first `num_tokens` tokens that arrives from elsewhere.
+
+        With `keeps_prefix` the computed part stays, so that `expect_nothing` can go on from there if no KV arrives.
+        That may take more blocks than a step does: raises OutOfBlocks with nothing changed. Without it, the sequence
+        must be reset if no KV arrives.
+        """
+        computed, end = self.num_computed // self.block_size, -(-num_tokens // self.block_size)
+        moving: dict[int, tuple[int, int]] = {}  # groups with blocks elsewhere: the first row to keep, and rows to come
+        missing = 0
+        for group, (first, held_end) in self._held.items():
+            if held_end >= end:
+                continue
+            wanted, spare = max(first, self._first_row(group, num_tokens)), held_end - computed
+            kept = first if keeps_prefix else min(wanted, computed)
+            count = max(spare, end - max(computed, wanted)) if keeps_prefix else spare + kept - first
+            missing += count - spare - (kept - first)
+            moving[group] = kept, count
+        if missing > pool.free_blocks:
+            raise OutOfBlocks(f"{missing} blocks wanted, {pool.free_blocks} of {pool.num_blocks} free")
+        for group, (kept, count) in moving.items():
+            pool.release(self._take(group, range(self._held[group][0], kept)))
+            self._lay(pool, group, range(max(computed, end - count), end))
+
+    def expect_nothing(self, pool: BlockPool) -> None:
+        """Prepare the windows' blocks for computing the rest here: no KV arrives after all."""
+        computed = self.num_computed // self.block_size
+        for group in self._held:
+            self._lay(pool, group, range(computed, self._window_end(group, self.num_rows)))
+
+    def append(self, token_id: int) -> None:
+        """Add a drawn (or received) token; its KV is not computed yet."""
+        self.token_ids.append(token_id)
+
+    def reset(self, pool: BlockPool) -> None:
+        """Release all blocks: for preemption (prompt and outputs are computed again) and for every ending.
+
+        Harmless when repeated. Only while no step or transfer that writes into the blocks is under way.
+        """
+        # A new list, since a step's record may still hold the old one.
+        self._end_copy(pool)
+        self._has_tail = False
+        self._is_retained = self.request.keep_s <= 0
+        released, self.block_ids = self.block_ids, []
+        self.num_computed = 0
+        self._num_published = 0
+        self._held = dict.fromkeys(self._held, (0, 0))
+        pool.release(released)
+
+    def step(self, num_tokens: int, *, start: int | None = None, follows: int | None = None) -> SequenceStep:
+        """Return the next `num_tokens` uncomputed tokens as part of an engine step, with a draw if they are the last.
+
+        While earlier steps of this sequence are under way, `start` is where the last of them ends; and if it draws,
+        `follows` is its index in its batch: the token that it draws is then the one token of this step.
+        The step refers to this sequence's own lists: until the engine is done with the step, they may only grow.
+        Raises ValueError where there are fewer tokens, or blocks for fewer.
+        """
+        start = self.num_computed if start is None else start
+        num_drawn = 0 if follows is None else 1  # by the step before
+        end, last = start + num_tokens, len(self.token_ids) + num_drawn
+        if not 1 <= num_tokens <= last - start or num_drawn * num_tokens > 1:
+            raise ValueError(f"{num_tokens} tokens wanted, {last - start} left to compute")
+        if end > self.num_held:
+            raise ValueError(f"{len(self.block_ids)} blocks don't hold {end} tokens")
+        draw = None
+        if end == last:
+            draw = Draw(
+                sampling=self.request.sampling,
+                history=self.token_ids,
+                num_prompt_tokens=self.request.num_prompt_tokens,
+                forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drawn),
+                counts=self._counts_for_draw(),
+                constraint=self.constraint,
+                fault=self.fault,
+                mtp=self.mtp,
+            )
+        token_ids = self.token_ids[start:end] if follows is None else (0,)
+        copied_from = self._copied_from if start == self.num_computed else None  # by the first of its steps
+        return SequenceStep(token_ids, start, self.block_ids, draw, follows, self.scorer, copied_from)
+
+    def draft_steps(
+        self, draft: Sequence[int], start: int, constraint: Constraint | None = None
+    ) -> tuple[SequenceStep, ...]:
+        """Return the rows of drafted tokens, the first of which is at position `start`: each draws the token after it.
+
+        The row before them is the step of the last token, with a draw. `constraint` is that of Constraint.for_drafts
+        where the request has a grammar. Raises ValueError where there are blocks for fewer tokens.
+        """
+        if start + len(draft) > self.num_held:
+            raise ValueError(f"{len(self.block_ids)} blocks don't hold {start + len(draft)} tokens")
+        counts, steps = self._counts_for_draw(), []
+        for place, token_id in enumerate(draft):
+            num_drafted = place + 1
+            draw = Draw(
+                sampling=self.request.sampling,
+                history=self.token_ids if counts is None else [*self.token_ids, *draft[:num_drafted]],
+                num_prompt_tokens=self.request.num_prompt_tokens,
+                forbidden=forbidden_tokens(self.request, self.num_output_tokens + num_drafted),
+                counts=None if counts is None else counts.copy(),
+                constraint=constraint,
+                fault=RowFault(),
+                num_drafted=num_drafted,
+                mtp=self.mtp,
+            )
+            steps.append(SequenceStep((token_id,), start + place, self.block_ids, draw))
+        return tuple(steps)
+
+    def _tail_name(self) -> BlockHash | None:
+        """Return the name of the prompt's tokens behind its last full block, the last token aside; None without any.
+
+        Where windows move on, blocks are released before another sequence could copy them.
+        """
+        last = self.request.num_prompt_tokens - 1
+        row = last // self.block_size
+        if self.groups.windowed or self.request.scoring is not None or row * self.block_size == last:
+            return None
+        parent = self.block_hashes[row - 1] if row else root_hash(self.request.cache_salt)
+        return next_hash(parent, self.token_ids[row * self.block_size : last])
+
+    def _publish_tail(self, pool: BlockPool) -> None:
+        """Name the prompt's end, once its KV is there."""
+        self._has_tail = True
+        if (name := self._tail_name()) is not None:
+            pool.publish_tail(self.block_ids[(self.request.num_prompt_tokens - 1) // self.block_size], name)
+
+    def _end_copy(self, pool: BlockPool) -> None:
+        """Release the block that was copied from."""
+        if self._copied_from is not None:
+            pool.release([self._copied_from])
+            self._copied_from = None
+
+    def _publish_full_blocks(self, pool: BlockPool) -> None:
+        """Name each block that has become full since the last call, as far as KV is there."""
+        if not self._has_tail and self.num_computed >= self.request.num_prompt_tokens:
+            self._publish_tail(pool)
+        full, count = self.num_computed // self.block_size, self.groups.count
+        hashes = self.block_hashes if full > self._num_published else self._block_hashes
+        for row in range(self._num_published, full):
+            for group, block_id in enumerate(self.block_ids[row * count : (row + 1) * count]):
+                if block_id != NO_BLOCK:
+                    pool.publish(block_id, hashes[row], group)
+            self._num_published = row + 1
+        if not self._is_retained and self.num_computed >= self.request.num_prompt_tokens:
+            self._retain_prompt(pool)
+
+    def _retain_prompt(self, pool: BlockPool) -> None:
+        """Have the prompt's full blocks kept, as its client wishes; of windows what a prompt behind it attends to."""
+        self._is_retained = True
+        size, count = self.block_size, self.groups.count
+        rows = self.request.num_prompt_tokens // size
+        matchable = (self.request.num_prompt_tokens - 1) // size * size  # the same prompt goes on from here
+        blocks: list[int] = []
+        for group in range(count):
+            first = self.groups.first_kept(group, matchable) // size
+            blocks += self.block_ids[first * count + group : rows * count : count]
+        pool.retain(blocks, self.request.client, self.request.keep_s)
+
+    def _first_row(self, group: int, num_tokens: int | None = None) -> int:
+        """Return the first row that the token after `num_tokens` attends to; None: after those that are computed."""
+        num_tokens = self.num_computed if num_tokens is None else num_tokens
+        return self.groups.first_kept(group, num_tokens) // self.block_size
+
+    def _window_end(self, group: int, rows: int) -> int:
+        """Return how many rows of a table a window's group may have reached."""
+        return min(rows, self._first_row(group) + self._most_rows[group])
+
+    def _move_windows(self, pool: BlockPool) -> None:
+        """Release blocks that no further token attends to, and allocate as many for later rows."""
+        for group, (first, end) in self._held.items():
+            kept, last = self._first_row(group), self._window_end(group, self.num_rows)
+            if kept > first:
+                pool.release(self._take(group, range(first, min(kept, end))))
+            if last > end:
+                self._fill(group, range(end, last), pool.allocate(last - end))
+            self._held[group] = kept, max(end, last)
+
+    def _lay(self, pool: BlockPool, group: int, rows: range) -> None:
+        """Give a window's group blocks for exactly these of the rows without KV."""
+        computed, (first, end) = self.num_computed // self.block_size, self._held[group]
+        blocks = [block_id for block_id in self._take(group, range(computed, end)) if block_id != NO_BLOCK]
+        pool.release(blocks[len(rows) :])
+        blocks = blocks[: len(rows)]
+        self._fill(group, rows, [*blocks, *pool.allocate(len(rows) - len(blocks))])
+        self._held[group] = first, rows.stop
+
+    def _take(self, group: int, rows: range) -> list[int]:
+        """Remove and return the group's blocks of these rows."""
+        places = slice(rows.start * self.groups.count + group, rows.stop * self.groups.count, self.groups.count)
+        blocks = self.block_ids[places]
+        self.block_ids[places] = [NO_BLOCK] * len(blocks)
+        return blocks
+
+    def _fill(self, group: int, rows: range, blocks: list[int]) -> None:
+        """Take the group's blocks of these rows off the list's end."""
+        for row in rows:
+            self.block_ids[row * self.groups.count + group] = blocks.pop()
+
+    def _counts_for_draw(self) -> TokenCounts | None:
+        if self._token_counts is None and is_penalised(self.request.sampling):
+            self._token_counts = TokenCounts(self.token_ids, self.request.num_prompt_tokens)
+        return self._token_counts
 
 
 class Phase(Enum):
@@ -32,7 +403,7 @@ NEWEST_ANSWER = 0.2
 """The same of the newest answer in what newcomers are expected to draw."""
 
 Turn = tuple[float, ...]
-"""A position in the queue: the smallest goes first (worker/scheduling/queue_order.py)."""
+"""A position in the queue: the smallest goes first (worker/scheduling/step_policy.py)."""
 
 
 @dataclass(frozen=True, slots=True)

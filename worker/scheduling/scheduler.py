@@ -2,7 +2,7 @@
 
 No I/O, no clock, no asyncio. A request's way:
 
-1. It waits for its turn (queue_order.py), and until all blocks that it needs so far can be reserved at once.
+1. It waits for its turn (step_policy.py), and until all blocks that it needs so far can be reserved at once.
 2. Its KV arrives by a transfer, or is computed here in chunks.
 3. It decodes one token a step while it has a place in the batch. A prompt that another worker goes on with, or that is
    only scored, ends with its first token (`is_prefill_only`).
@@ -16,25 +16,254 @@ Admitted in its turn, it takes part in no step until the KV is in its blocks, or
 computed in the same blocks. An offer holds blocks at the other worker. So where blocks are short here, all offers that
 wait are declined: otherwise workers would wait for each other's blocks in a circle.
 
-A role is a `StepPolicy` (policy.py). Preemption is in preemption.py.
+A role is a `StepPolicy` (step_policy.py).
+
+Preemption:
+
+- **When.** Between steps: where the next token of running requests lacks blocks, or where the next request to be
+  admitted has a higher class than some that run. No step runs ahead of that. Requests that a transfer reads, or has
+  read, keep their blocks.
+- **Which.** The youngest of the lowest class first. A request that its class's share admitted is spared by higher
+  classes: they would otherwise evict it as often as it is admitted. Requests whose blocks turn out not to be needed
+  are spared too.
+- **What becomes of the KV.** It is dropped and computed again later, which the request's own cached prefix makes cheap,
+  or the engine copies it to host memory and back (`Swapping`), whichever costs less.
 """
 
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from twostroke.model.step import MtpDrafts, SequenceStep
+import msgspec
+
+from twostroke.model.step import BlockCopy, MtpDrafts, SequenceStep
 from twostroke.protocol.errors import ContextExceeded, RequestError
-from twostroke.protocol.requests import FinishReason, GenerateRequest, Promise, SampledToken, finish_reason
-from twostroke.worker.config import WorkerConfig
+from twostroke.protocol.kv_layout import NO_BLOCK
+from twostroke.protocol.requests import FinishReason, GenerateRequest, Promise, SampledToken, TokenEvent, finish_reason
+from twostroke.worker.config import PreemptionMode, WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
-from twostroke.worker.scheduling.job import Phase, WorkerJob
-from twostroke.worker.scheduling.policy import StepPolicy
-from twostroke.worker.scheduling.preemption import Preemptor, Swapping
-from twostroke.worker.scheduling.queue_order import NO_LIMIT, ClassShares, turn_of, turns
-from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.scheduling.step import Admitted, NewTokens, PromptBudget, ScheduledStep, StepEntry, Swap
+from twostroke.worker.scheduling.job import Phase, SequenceState, SwappedKV, WorkerJob
+from twostroke.worker.scheduling.step_policy import NO_LIMIT, ClassShares, PromptBudget, StepPolicy, turn_of, turns
 from twostroke.worker.speculation.speculator import Draft, Speculator
+
+
+class StepEntry(msgspec.Struct, frozen=True):
+    """A job's part of a step."""
+
+    job: WorkerJob
+    step: SequenceStep
+    drafts: tuple[SequenceStep, ...] = ()  # rows behind it that count as far as the rows before draw their tokens
+
+    @property
+    def rows(self) -> tuple[SequenceStep, ...]:
+        """All of the job's entries in the engine's batch."""
+        return (self.step, *self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Jobs that have left the queue, and offers that are declined."""
+
+    # They hold blocks since this decision. Those that are receiving wait for their transfer to be let into these, from
+    # `sequence.num_computed` tokens on.
+    jobs: tuple[WorkerJob, ...] = ()
+    declined: tuple[WorkerJob, ...] = ()  # the offers to them are no longer wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """A job's KV on its way between the cache and host memory."""
+
+    job: WorkerJob
+    copy: BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """The next step to run, and the jobs admitted while it was decided."""
+
+    entries: tuple[StepEntry, ...] = ()
+    admitted: Admitted = Admitted()
+    swaps: tuple[Swap, ...] = ()  # copied by the engine before anything else
+
+    @property
+    def is_empty(self) -> bool:
+        """True where the engine has nothing to do."""
+        return not (self.entries or self.swaps)
+
+    @property
+    def has_drafts(self) -> bool:
+        """True where a job's next position is known only once the step has ended."""
+        return any(one.drafts for one in self.entries)
+
+    @property
+    def batch(self) -> list[SequenceStep]:
+        """The engine's batch."""
+        return [row for entry in self.entries for row in entry.rows]
+
+    @property
+    def drawing(self) -> dict[WorkerJob, int]:
+        """The jobs that a step without drafts draws a token for, each with the index of its entry."""
+        return {one.job: index for index, one in enumerate(self.entries) if one.step.draw is not None}
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """Tokens of one request that a step drew, or one that was received, and the reason where they finish it."""
+
+    job: WorkerJob
+    index: int  # of the first of them among the request's output tokens
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None
+
+    @property
+    def event(self) -> TokenEvent:
+        """The event for the request's router."""
+        request, is_first = self.job.request, self.index == self.job.request.num_output_tokens_given
+        num_cached = self.job.num_cached_tokens if is_first else None
+        return TokenEvent(request.request_id, self.index, self.tokens, self.finish_reason, None, num_cached)
+
+
+def preemption_order(job: WorkerJob) -> tuple[bool, int, int]:
+    """Return the order in which running jobs are preempted: the smallest first."""
+    return (job.keeps_blocks, job.request.promise.priority, -job.arrival)
+
+
+def lower_classes_to_preempt(
+    waiting: WorkerJob, running: Iterable[WorkerJob], missing_blocks: int, pool: BlockPool
+) -> list[WorkerJob]:
+    """Return jobs of lower classes that together free enough blocks for a waiting one; none where they can't."""
+    priority = waiting.request.promise.priority
+    lower = [job for job in running if job.request.promise.priority < priority and not job.keeps_blocks]
+    return jobs_to_preempt(sorted(lower, key=preemption_order), missing_blocks, pool)
+
+
+def jobs_to_preempt(candidates: Iterable[WorkerJob], missing_blocks: int, pool: BlockPool) -> list[WorkerJob]:
+    """Return the first candidates that together free enough blocks; none where all of them would not.
+
+    Candidates that turn out not to be needed are left out. So each preemption is needed, and no preempted job can be
+    admitted again at once.
+    """
+    chosen: list[tuple[WorkerJob, int]] = []
+    freed = 0
+    for job in candidates:
+        if freed >= missing_blocks:
+            break
+        own = pool.num_freed(job.sequence.block_ids)
+        if own:
+            chosen.append((job, own))
+            freed += own
+    if freed < missing_blocks:
+        return []
+    needed: list[WorkerJob] = []
+    for job, own in chosen:
+        if freed - own >= missing_blocks:
+            freed -= own
+        else:
+            needed.append(job)
+    return needed
+
+
+def blocks_wanted(decodes: Sequence[WorkerJob]) -> int:
+    """Return how many blocks the next token of each of these jobs needs."""
+    return sum(job.sequence.blocks_needed(job.num_under_way + 1) for job in decodes)
+
+
+# --- KV in host memory ---
+
+
+class HostBlocks(Protocol):
+    """The part of rank 0's swap space (model/cache/swap_space.py) that a worker uses."""
+
+    num_blocks: int
+    block_bytes: int  # of all layers
+    num_bytes: int  # counter: copied, both ways
+    seconds: float  # counter
+
+
+class Swapping:
+    """Keeps KV of preempted requests in host memory: its blocks, and what copying and computing cost.
+
+    A job's host blocks are allocated when it is preempted. They are released when its KV is in the cache again, or when
+    it ends. `space` is the engine's, None where there is none; `block_size` is in tokens, that of the cache.
+    """
+
+    def __init__(self, space: HostBlocks | None, mode: PreemptionMode, block_size: int):
+        self._space = space
+        self._mode = mode
+        self.pool = None if space is None else BlockPool(space.num_blocks, block_size)
+        self.num_swaps = 0  # counter: preempted requests whose KV went to host memory
+        self._computed_tokens = 0  # of prompts
+        self._computing_s = 0.0
+
+    def swap_out(self, job: WorkerJob) -> Swap | None:
+        """Allocate host blocks for all KV of a job, whose own blocks must stay until it is copied.
+
+        Return None where its KV is better dropped, or can't be kept.
+        """
+        if self._space is None or self.pool is None or job.request.scoring is not None or job.sequence.awaits_copy:
+            return None  # a scored prompt must be computed again, since its scores are not kept
+        sequence = job.sequence
+        table = sequence.block_ids[: -(-sequence.num_computed // sequence.block_size) * sequence.groups.count]
+        blocks = tuple([block_id for block_id in table if block_id != NO_BLOCK])
+        if not 0 < len(blocks) <= self.pool.free_blocks or not self._pays(
+            self._space, sequence.num_computed, len(blocks)
+        ):
+            return None
+        host_blocks = self.pool.allocate(len(blocks))
+        there = iter(host_blocks)
+        host_table = tuple([NO_BLOCK if block_id == NO_BLOCK else next(there) for block_id in table])
+        job.swapped = SwappedKV(host_table, sequence.num_computed)
+        job.is_copying = True
+        self.num_swaps += 1
+        return Swap(job, BlockCopy(True, blocks, tuple(host_blocks)))
+
+    def swap_in(self, job: WorkerJob, pool: BlockPool) -> Swap | None:
+        """Copy a job's KV back into its new blocks, except for what the prefix cache still had. None: none."""
+        swapped, sequence = job.swapped, job.sequence
+        if swapped is None:
+            return None
+        if sequence.num_computed >= swapped.num_computed:
+            self.release(job)
+            return None
+        first = sequence.num_computed // sequence.block_size * sequence.groups.count  # what is cached are whole rows
+        sequence.expect(pool, swapped.num_computed, keeps_prefix=False)
+        here = sequence.block_ids[first : len(swapped.block_ids)]
+        pairs = [pair for pair in zip(here, swapped.block_ids[first:], strict=True) if NO_BLOCK not in pair]
+        sequence.receives(pool, swapped.num_computed)
+        job.is_copying = True
+        blocks, host_blocks = zip(*pairs, strict=True)
+        return Swap(job, BlockCopy(False, blocks, host_blocks))
+
+    def release(self, job: WorkerJob) -> None:
+        """Release the job's host blocks. Harmless where it has none."""
+        swapped, job.swapped = job.swapped, None
+        if swapped is not None and self.pool is not None:
+            self.pool.release(swapped.block_ids)
+
+    def step_ended(self, num_prompt_tokens: int, prompts_s: float) -> None:
+        """Learn what computing costs from a step that has run; `prompts_s` is its prompts' part of its time."""
+        if num_prompt_tokens:
+            self._computed_tokens += num_prompt_tokens
+            self._computing_s += prompts_s
+
+    def _pays(self, space: HostBlocks, num_tokens: int, num_blocks: int) -> bool:
+        """Return True where copying these tokens costs less than computing them, or the setting says `swap`.
+
+        With `auto`, requests are computed again until the rate of computing is known, then swapped until the rate of
+        copying is known.
+        """
+        if self._mode != "auto":
+            return self._mode == "swap"
+        if not self._computing_s:
+            return False
+        if not space.seconds:
+            return True
+        computing_s = num_tokens * self._computing_s / self._computed_tokens
+        copying_s = 2 * num_blocks * space.block_bytes * space.seconds / space.num_bytes  # there and back
+        return copying_s < computing_s
+
 
 DRAFTS_BESIDE_PROMPTS = 8
 """Beside prompts, drafts get so small a part of a step's tokens: prompts must progress."""
@@ -62,7 +291,7 @@ class Scheduler:
         self.highest_priority: int | None = None  # of all requests so far
         self.prefix_queries = 0  # counter: prompt tokens looked up
         self.prefix_hits = 0  # counter: prompt tokens found
-        self.preemptor = Preemptor(self, swapping)
+        self.num_preemptions = 0  # counter
         self._config = config
         self._max_context = max_context
         self.policy = policy
@@ -172,14 +401,14 @@ class Scheduler:
         Marks the jobs as in a step, receiving or copying; `complete` or `abandon` must follow for each step, in order,
         and for all but one of them before the next call.
         """
-        staying = self.staying()
+        staying = self._staying()
         chosen = self.policy.choose(staying)
         decodes = [job for job in chosen if job.is_decoding]
         prompts = [job for job in chosen if not job.is_decoding]
         if in_flight is not None:
-            if not self.preemptor.may_run_ahead(in_flight, decodes) or self._awaits_drafts(in_flight, decodes, prompts):
+            if not self._may_run_ahead(in_flight, decodes) or self._awaits_drafts(in_flight, decodes, prompts):
                 return ScheduledStep()
-        elif swaps := self.preemptor.free_blocks_for(decodes):
+        elif swaps := self._free_blocks_for(decodes):
             return ScheduledStep(swaps=swaps)
         elif any(job.phase is not Phase.RUNNING for job in staying):
             return self.schedule()  # the places of preempted jobs go to others, which need blocks too
@@ -298,7 +527,7 @@ class Scheduler:
     def transfer_failed(self, job: WorkerJob) -> None:
         """Queue the job again, to be computed here: no KV arrives, and nothing writes into its blocks any more."""
         if self._received(job):
-            self.send_back(job)
+            self._send_back(job)
 
     def wait_on(self, job: WorkerJob) -> None:
         """Compute nothing of a job whose transfer has failed before `compute_here`. Does nothing for an ended job."""
@@ -323,27 +552,69 @@ class Scheduler:
         self.sending.discard(job)
         self._release_if_unused(job)
 
-    # --- for the preemptor ---
+    # --- preemption ---
 
-    def staying(self) -> list[WorkerJob]:
+    def _staying(self) -> list[WorkerJob]:
         """Return the running jobs that want a further step."""
         return [job for job in self.running if not job.is_drawing_its_last]
 
-    def preemptible(self) -> list[WorkerJob]:
+    def _may_run_ahead(self, in_flight: ScheduledStep, decodes: Sequence[WorkerJob]) -> bool:
+        """Return True where a step can be decided behind `in_flight`: a job can be preempted only while in no step."""
+        if in_flight.swaps:
+            return False  # the blocks that they free are not known yet
+        return blocks_wanted(decodes) <= self.pool.free_blocks and not self._for_next_to_admit()
+
+    def _free_blocks_for(self, decodes: Sequence[WorkerJob]) -> tuple[Swap, ...]:
+        """Preempt until there are blocks for the next token of the `decodes` that are left, then for the next to admit.
+
+        A job whose KV is kept frees its blocks only once they are copied, so this stops at the first of these jobs.
+        """
+        while blocks_wanted(decodes) > self.pool.free_blocks:
+            job = min(self._preemptible(), key=preemption_order)
+            if swap := self._preempt(job):
+                return (swap,)
+            decodes = [other for other in decodes if other is not job]
+        return tuple([swap for job in self._for_next_to_admit() if (swap := self._preempt(job)) is not None])
+
+    def _for_next_to_admit(self) -> list[WorkerJob]:
+        """Return the jobs of lower classes whose blocks the next to admit needs, where it lacks nothing else."""
+        waiting, running = self.waiting, self.running
+        if not waiting or not running:
+            return []
+        if waiting[0].request.promise.priority <= min(job.request.promise.priority for job in running):
+            return []
+        if (head := self._next_to_admit()) is None:
+            return []
+        head.sequence.match_prefix(self.pool)  # others' blocks that it shares need not be freed
+        missing = self._missing_blocks(head)
+        preemptible = self._preemptible() if missing > 0 else []
+        chosen = lower_classes_to_preempt(head, preemptible, missing, self.pool)
+        head.sequence.reset(self.pool)
+        return chosen
+
+    def _preempt(self, job: WorkerJob) -> Swap | None:
+        """Queue the job again. Return the copy of its KV where that is kept."""
+        job.num_preemptions += 1
+        self.num_preemptions += 1
+        swap = self._swapping.swap_out(job)
+        self._send_back(job)
+        return swap
+
+    def _preemptible(self) -> list[WorkerJob]:
         """Return the running jobs whose blocks no transfer has used. No step may be under way."""
         return [job for job in self.running if not job.has_been_sent]
 
-    def next_to_admit(self) -> WorkerJob | None:
+    def _next_to_admit(self) -> WorkerJob | None:
         """Return the waiting job whose turn it is, where only blocks may keep it from being admitted."""
         job, _ = next(turns((self._ready(),), self.shares), (None, 0))
         return job if job is not None and (job.has_kv_coming or self._may_join(job)) else None
 
-    def missing_blocks(self, job: WorkerJob) -> int:
+    def _missing_blocks(self, job: WorkerJob) -> int:
         """Return how many blocks a waiting job lacks that has matched the prefix cache; 0 or less: none."""
         wanted = job.sequence.blocks_needed(job.sequence.num_uncomputed)
         return wanted + self.policy.blocks_to_leave(job, self) - self.pool.free_blocks
 
-    def send_back(self, job: WorkerJob) -> None:
+    def _send_back(self, job: WorkerJob) -> None:
         """Queue the job again; what is lost will be computed again."""
         self._leave(job)
         job.has_place = job.wants_transfer = job.keeps_blocks = False
@@ -439,7 +710,7 @@ class Scheduler:
         self._given.clear()
 
     def _may_join(self, job: WorkerJob) -> bool:
-        return self.policy.may_join(job, self.staying())
+        return self.policy.may_join(job, self._staying())
 
     def _ready(self) -> list[WorkerJob]:
         """Return the waiting jobs that may be admitted, by their turns."""
@@ -457,7 +728,7 @@ class Scheduler:
         """
         sequence, is_computed_here = job.sequence, not job.has_kv_coming
         matched = sequence.match_prefix(self.pool)
-        if self.missing_blocks(job) > 0:
+        if self._missing_blocks(job) > 0:
             sequence.reset(self.pool)
             for other in self.waiting:
                 self.decline(other)

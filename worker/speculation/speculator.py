@@ -4,10 +4,19 @@ A draw depends on seed and position alone, so verifying is drawing: a drafted to
 next position, and it is right if the row before it draws that very token. Answers are the same as without drafts,
 greedy or sampled; drafts only decide how many steps they take.
 
-**Rows.** A row costs time, which the worker's step costs tell, corrected by what rows of drafts took (row_costs.py).
+**Rows.** A row costs time, which the worker's step costs tell, corrected by what rows of drafts took.
 Of all requests' drafts the likeliest tokens come first, as many as bring the most tokens per second. Where a request
 has a TPOT promise, drafts may not lengthen a step beyond it, times the tokens that the request's steps draw. So a busy
 worker drafts little, and text that repeats nothing pays next to nothing.
+
+**Costs of rows.** Step costs are linear in rows, which serves schedulers well. Kernels are not: one row may be a
+product of a matrix and a vector, and two a product of matrices that takes as long as eight. So steps with drafts are
+compared with what the same step would take without, by how many rows decode and how many are drafts, each up to the
+next power of two.
+
+**Chances.** A prediction is checked by the token that is drawn anyway, so chances are learnt at no cost, and are known
+before the first row is spent on a draft. The chance depends on where the prediction comes from and on the length of
+the match, and for each request on how its own predictions turned out.
 
 **Waiting.** A step with drafts can't be scheduled ahead, since its tokens must be known. `is_worth_waiting` says
 whether drafts are expected to bring more than scheduling ahead saves.
@@ -20,16 +29,118 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from twostroke.model.step import Constraint, is_penalised
 from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.speculation.acceptance import MTP_LENGTH, AcceptanceRates, DraftSource, OwnAcceptance
+from twostroke.worker.scheduling.job import SequenceState, WorkerJob
 from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.row_costs import DraftRowCosts
 from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
+
+DraftSource = Literal["own", "answers", "prediction", "grammar", "mtp"]
+"""The request's own tokens, earlier answers, the client's prediction from its beginning on, a grammar's forced text, or
+the model's MTP head."""
+
+MEMORY = 0.995
+"""Weight of all earlier predictions of a kind after one more."""
+OWN_MEMORY = 0.9
+"""The same for a request's own."""
+_PRIOR = 4.0  # predictions that the first guess counts as
+_OWN_PRIOR = 3.0  # right ones
+_SURE = 0.98
+_LIMITS = (3, 4, 6, 9, 15, MOST_MATCH)  # the longest match of each kind
+_KIND = tuple(next(kind for kind, most in enumerate(_LIMITS) if length <= most) for length in range(MOST_MATCH + 1))
+_FIRST_GUESS = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
+MTP_LENGTH = _LIMITS[3]
+"""Length of the match that a prediction of an MTP head counts as: heads are first taken to be right so often."""
+_FIRST_GUESS_OF_FORCED = (0.6, 0.8, 0.9, 0.9, 0.9, 0.9)  # by how many tokens are left of the text, the last one first
+
+
+class AcceptanceRates:
+    """Rates at which predictions were right, over all requests of a worker."""
+
+    def __init__(self) -> None:
+        self._right = {
+            source: [_PRIOR * guess for guess in (_FIRST_GUESS_OF_FORCED if source == "grammar" else _FIRST_GUESS)]
+            for source in get_args(DraftSource)
+        }
+        self._all = {source: [_PRIOR] * len(_FIRST_GUESS) for source in get_args(DraftSource)}
+
+    def rate(self, source: DraftSource, length: int) -> float:
+        """Return the chance that a match of so many tokens predicts the next one."""
+        kind = _KIND[min(length, MOST_MATCH)]
+        return self._right[source][kind] / self._all[source][kind]
+
+    def note(self, source: DraftSource, length: int, *, is_right: bool) -> None:
+        """Learn from one prediction."""
+        kind = _KIND[min(length, MOST_MATCH)]
+        self._right[source][kind] = MEMORY * self._right[source][kind] + is_right
+        self._all[source][kind] = MEMORY * self._all[source][kind] + 1.0
+
+
+class OwnAcceptance:
+    """Compares how often a request's predictions were right with what was expected of them."""
+
+    __slots__ = ("_expected", "_right")
+
+    def __init__(self) -> None:
+        self._right = 0.0
+        self._expected = 0.0
+
+    def note(self, expected: float, *, is_right: bool) -> None:
+        """Learn from one prediction with a chance of `expected` by all requests' rates."""
+        self._right = OWN_MEMORY * self._right + is_right
+        self._expected = OWN_MEMORY * self._expected + expected
+
+    def chance(self, rate: float) -> float:
+        """Return the chance of a prediction that is right at `rate` over all requests."""
+        return min(_SURE, rate * (self._right + _OWN_PRIOR) / (self._expected + _OWN_PRIOR))
+
+
+WEIGHT = 0.2
+"""Weight of a new step beside all earlier ones of its kind."""
+FORGET = 0.998
+"""Share of a correction that is left after one more decision: one slow step must not end all drafts for good."""
+_LEAST, _MOST = 0.1, 30.0  # of a correction
+
+
+class DraftRowCosts:
+    """Corrections to the seconds that drafts add to a step, of one worker."""
+
+    def __init__(self) -> None:
+        self._plain: dict[int, float] = {}  # by requests that decode: measured over expected, without drafts
+        self._corrections: dict[tuple[int, int], float] = {}  # by these and by rows of drafts
+
+    def note(self, num_decodes: int, num_drafted: int, seconds: float, plain_s: float, drafted_s: float) -> None:
+        """Learn from a step of decodes and drafts alone.
+
+        By the step costs it takes `plain_s` without drafts, and `drafted_s` more with them.
+        """
+        kind = num_decodes.bit_length()
+        if plain_s <= 0:
+            return
+        if not num_drafted:
+            self._plain[kind] = _moved(self._plain.get(kind), seconds / plain_s)
+        elif drafted_s > 0 and kind in self._plain:
+            added_s = seconds - self._plain[kind] * plain_s
+            place = kind, num_drafted.bit_length()
+            correction = min(_MOST, max(_LEAST, added_s / drafted_s))
+            self._corrections[place] = _moved(self._corrections.get(place), correction)
+
+    def correction(self, num_decodes: int, num_drafted: int) -> float:
+        """Return the factor to the seconds that drafts add by the step costs; 1 where it is not known."""
+        return self._corrections.get((num_decodes.bit_length(), num_drafted.bit_length()), 1.0)
+
+    def forget(self) -> None:
+        """Let corrections fade a little."""
+        for place, correction in self._corrections.items():
+            self._corrections[place] = 1.0 + FORGET * (correction - 1.0)
+
+
+def _moved(before: float | None, new: float) -> float:
+    return new if before is None else (1.0 - WEIGHT) * before + WEIGHT * new
+
 
 GAP_S, SEARCH_S, FORCED_S = 0.0006, 10e-6, 150e-6
 """Seconds that the engine waits for the event loop where a step is not scheduled ahead, more for each request, and more

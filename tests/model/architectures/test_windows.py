@@ -11,7 +11,7 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.runner import ModelRunner
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.job import SequenceState
 
 BLOCK, CHUNK = 8, 37
 WITH_WINDOWS = [

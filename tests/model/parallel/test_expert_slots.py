@@ -32,9 +32,7 @@ from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
 from twostroke.protocol.requests import SampledToken
-from twostroke.worker.experts import expert_balance
-from twostroke.worker.experts.expert_balance import ExpertBalance, Room
-from twostroke.worker.experts.expert_load import ExpertLoad
+from twostroke.worker.experts import ExpertBalance, ExpertLoad, Room
 
 
 @contextmanager
@@ -166,7 +164,7 @@ def test_tokens_stay_what_they_are_while_experts_move(
 ) -> None:
     if by_rows:
         monkeypatch.setitem(expert_sums.LEAST_SAVED_BYTES, "cpu", 0)
-    monkeypatch.setattr(expert_balance, "EXPERT_EXAMINE_S", 2.0)
+    monkeypatch.setattr("twostroke.worker.experts.EXPERT_EXAMINE_S", 2.0)
     folder = write_checkpoint(seed=3, **FAMILY_SHAPES[family])
     prompts = [[7] * 20, [7] * 33, [11, 7] * 12, *([row] * 9 for row in range(20, 26))]
     expected = generate(runner(folder, SingleRank()), prompts, 24, chunk=37, block_size=BLOCK_SIZE)

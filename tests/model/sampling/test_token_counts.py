@@ -9,7 +9,7 @@ from twostroke.model.sampling.sampler import adjust
 from twostroke.model.step import Draw, TokenCounts
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.job import SequenceState
 
 VOCAB = 300
 

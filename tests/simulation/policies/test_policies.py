@@ -18,7 +18,7 @@ from twostroke.protocol.requests import Promise
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOClass, SLOConfig
 from twostroke.simulator.deployment import SimulatedRequest, SimulatedRun, TracedRequest
-from twostroke.worker.transfers.prompt_receiving import PromptReceiver
+from twostroke.worker.transfers import PromptReceiver
 
 
 def result(kind: str, policy: Policy, *, num_requests: int, seeds: int = 1) -> Result:

@@ -33,11 +33,8 @@ from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.request_state import RequestState, SuspectRequest
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.preemption import Preemptor, Swapping
-from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.scheduling.step import Swap
+from twostroke.worker.scheduling.job import SequenceState, WorkerJob
+from twostroke.worker.scheduling.scheduler import Preemptor, Scheduler, Swap, Swapping
 from twostroke.worker.step_loop import StepLoop
 from twostroke.worker.token_server import TokenServer
 
@@ -108,7 +105,7 @@ def _release_before_a_step_ahead_has_ended(scheduler: Scheduler, job: WorkerJob)
         job.sequence.reset(scheduler.pool)
 
 
-@sabotage("blocks are freed before they are copied out", Scheduler, "send_back")
+@sabotage("blocks are freed before they are copied out", Scheduler, "_send_back")
 def _release_before_the_copy(scheduler: Scheduler, job: WorkerJob) -> None:
     is_copying, job.is_copying = job.is_copying, False
     _send_back(scheduler, job)
@@ -215,7 +212,7 @@ def _take_all_requests(life: StepLoop) -> None:
     """Those that come while it drains, too."""
 
 
-@sabotage("who gives way keeps its blocks", Scheduler, "send_back")
+@sabotage("who gives way keeps its blocks", Scheduler, "_send_back")
 def _send_back_with_blocks(scheduler: Scheduler, job: WorkerJob) -> None:
     job.is_copying, is_copying = True, job.is_copying
     _send_back(scheduler, job)
@@ -293,7 +290,7 @@ _heard = BlockIndex.heard
 _begin_chunk = IncomingPairTransfer.begin_chunk
 _refuse = KVReceiver.refuse_offer
 _publish = SequenceState._publish_full_blocks
-_send_back = Scheduler.send_back
+_send_back = Scheduler._send_back
 _swap_in = Swapping.swap_in
 _release_decode = Scheduler._release_if_unused
 

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from twostroke.protocol.messages import NOBODY, ArrangeExperts, ExpertMove, LayerCopies
-from twostroke.worker.experts import expert_balance
-from twostroke.worker.experts.expert_balance import ExpertBalance, Room
-from twostroke.worker.experts.expert_copies import LEAST_GAIN, better_copies, rank_loads
-from twostroke.worker.experts.expert_load import ExpertLoad
+from twostroke.worker.experts import (
+    LEAST_GAIN,
+    ExpertBalance,
+    ExpertLoad,
+    Room,
+    better_copies,
+    rank_loads,
+)
 
 
 def nothing(ranks: int, slots: int, layer: int = 0) -> LayerCopies:
@@ -93,7 +97,7 @@ class Ranks:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_no_step_uses_a_slot_before_its_last_piece_has_arrived(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_balance, "EXPERT_EXAMINE_S", 5.0)
+    monkeypatch.setattr("twostroke.worker.experts.EXPERT_EXAMINE_S", 5.0)
     generator = np.random.default_rng(seed)
     number, layers, now = 12, 2, 0.0
     room = Room(ranks=4, slots=2, expert_bytes=10, step_bytes=int(generator.integers(1, 25)))

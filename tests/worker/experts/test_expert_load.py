@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from twostroke.worker.experts.expert_load import EXPERT_MEMORY_S, ExpertLoad
+from twostroke.worker.experts import EXPERT_MEMORY_S, ExpertLoad
 
 
 class Counts:

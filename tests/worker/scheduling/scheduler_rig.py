@@ -11,12 +11,10 @@ from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.config import PreemptionMode, QueuePolicy
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.policy import StepBudget
-from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
-from twostroke.worker.scheduling.queue_order import QueuePolicy
-from twostroke.worker.scheduling.scheduler import Scheduler
-from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
+from twostroke.worker.scheduling.scheduler import Admitted, NewTokens, ScheduledStep, Scheduler, Swapping
+from twostroke.worker.scheduling.step_policy import StepBudget
 from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.speculator import Speculator
 

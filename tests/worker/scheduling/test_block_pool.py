@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
 from twostroke.protocol.kv_layout import NO_BLOCK
-from twostroke.worker.scheduling.block_pool import BlockPool, BlockPoolCorrupted, OutOfBlocks
-from twostroke.worker.scheduling.retention import CLIENT_SHARE, TOTAL_SHARE
+from twostroke.worker.scheduling.block_pool import CLIENT_SHARE, TOTAL_SHARE, BlockPool, BlockPoolCorrupted, OutOfBlocks
 
 
 def name(number: int) -> BlockHash:

@@ -8,10 +8,8 @@ from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import DecodePolicy
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.policy import CAUTIOUS_CHUNK, LEAST_STALL_S
-from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.scheduling.step import tokens_in
+from twostroke.worker.scheduling.job import SequenceState, WorkerJob
+from twostroke.worker.scheduling.step_policy import CAUTIOUS_CHUNK, LEAST_STALL_S, tokens_in
 
 # 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.00001, row_s=0.002, context_s=0.00001)

@@ -10,8 +10,8 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import Phase, WorkerJob
-from twostroke.worker.scheduling.queue_order import MOST_OVERTAKING_S
-from twostroke.worker.scheduling.step import NewTokens
+from twostroke.worker.scheduling.scheduler import NewTokens
+from twostroke.worker.scheduling.step_policy import MOST_OVERTAKING_S
 
 LOW, MIDDLE, HIGH = (Promise(name, priority, 0.1) for priority, name in enumerate(("low", "middle", "high")))
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.0, row_s=0.010, context_s=0.0)
@@ -124,7 +124,7 @@ def test_a_higher_class_takes_a_place_in_a_full_batch_and_the_youngest_of_the_lo
     assert young not in steps[1]
     assert steps[-1] == [old, young], "it goes on as soon as there is room"
     assert young.sequence.block_ids
-    assert rig.scheduler.preemptor.num_preemptions == 0
+    assert rig.scheduler.num_preemptions == 0
 
 
 def test_the_place_of_a_preempted_job_goes_to_one_without_a_place() -> None:
@@ -203,7 +203,7 @@ def test_without_free_blocks_the_youngest_is_preempted_and_computed_again() -> N
     assert rig.run() == [(old, 7), (young, 7)]
     assert rig.run() == [(old, 1), (young, 1)], "both fill their second block"
     assert rig.run() == [(old, 1)], "no block for either: the older takes the younger's"
-    assert (young.phase, rig.scheduler.preemptor.num_preemptions, young.num_preemptions) == (Phase.WAITING, 1, 1)
+    assert (young.phase, rig.scheduler.num_preemptions, young.num_preemptions) == (Phase.WAITING, 1, 1)
     before = list(young.sequence.token_ids)
     assert [rig.run() for _ in range(2)] == [[(old, 1)]] * 2
     assert rig.run() == [(young, 5)], "the first full block is still cached; only the rest is computed again"
@@ -223,7 +223,7 @@ def test_a_higher_class_that_lacks_blocks_gets_those_of_the_youngest_of_the_lowe
     if swap_blocks:
         assert rig.run() == [], "copying comes first"
     assert jobs(rig.run()) == [old, middle, high]
-    assert (young.phase, young.num_preemptions, rig.scheduler.preemptor.num_preemptions) == (Phase.WAITING, 1, 1)
+    assert (young.phase, young.num_preemptions, rig.scheduler.num_preemptions) == (Phase.WAITING, 1, 1)
     assert (rig.swapping.num_swaps == 1) is (swap_blocks > 0)
     while not (old.has_ended and young.has_ended and middle.has_ended):
         rig.run()
@@ -237,7 +237,7 @@ def test_no_job_is_preempted_where_that_would_not_be_enough() -> None:
     rig.run()
     rig.add(12, 8, promise=MIDDLE)
     assert set(jobs(rig.run())) == {low, middle}, "with the low one's two blocks it would still lack one"
-    assert rig.scheduler.preemptor.num_preemptions == 0
+    assert rig.scheduler.num_preemptions == 0
 
 
 def test_where_blocks_run_out_the_youngest_of_the_lowest_is_preempted() -> None:

@@ -9,9 +9,9 @@ from tests.worker.worker_rig import Rig as WorkerRig
 from tests.worker.worker_rig import a_request, play
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.model.step import BlockCopy
+from twostroke.worker.config import PreemptionMode
 from twostroke.worker.scheduling.job import Phase, WorkerJob
-from twostroke.worker.scheduling.preemption import PreemptionMode, Swapping
-from twostroke.worker.scheduling.step import ScheduledStep
+from twostroke.worker.scheduling.scheduler import ScheduledStep, Swapping
 
 
 def a_job(rig: Rig, num_computed: int) -> WorkerJob:
@@ -83,7 +83,7 @@ def test_where_blocks_run_out_the_youngest_is_copied_out_before_anything_else():
     rig.end(step)
     assert young.sequence.block_ids == []
     assert rig.run() == [(old, 1)]
-    assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 1)
+    assert (rig.scheduler.num_preemptions, rig.swapping.num_swaps) == (1, 1)
 
 
 def test_only_what_is_not_cached_is_copied_back_and_the_request_goes_on_where_it_was():
@@ -123,7 +123,7 @@ def test_without_room_in_host_memory_it_is_computed_again():
     old, young, step = swap_out(rig)
     assert [entry.job for entry in step.entries] == [old]
     assert young.swapped is None
-    assert (rig.scheduler.preemptor.num_preemptions, rig.swapping.num_swaps) == (1, 0)
+    assert (rig.scheduler.num_preemptions, rig.swapping.num_swaps) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_blocks_that_a_higher_class_lacks_come_from_the_youngest_of_lower_ones()
     assert bool(young.sequence.block_ids)
     high = rig.add(32, promise=HIGH)
     assert rig.run() == [(high, 8)]
-    assert (bool(young.sequence.block_ids), rig.scheduler.preemptor.num_preemptions, rig.scheduler.num_waiting) == (
+    assert (bool(young.sequence.block_ids), rig.scheduler.num_preemptions, rig.scheduler.num_waiting) == (
         False,
         1,
         1,
@@ -74,7 +74,7 @@ def test_no_blocks_are_taken_from_a_prompt_that(how: str) -> None:
             job.keeps_blocks = True
     rig.add(20, promise=LOW if how == "of the same class" else HIGH)
     assert rig.run() == [(job, 8)]
-    assert rig.scheduler.preemptor.num_preemptions == 0
+    assert rig.scheduler.num_preemptions == 0
 
 
 def fill_with_kv_that_waits(rig: Rig) -> list[Any]:

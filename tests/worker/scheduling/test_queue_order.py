@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
+from twostroke.worker.config import QueuePolicy
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.job import Turn
-from twostroke.worker.scheduling.preemption import jobs_to_preempt
-from twostroke.worker.scheduling.queue_order import (
+from twostroke.worker.scheduling.job import SequenceState, Turn
+from twostroke.worker.scheduling.scheduler import jobs_to_preempt
+from twostroke.worker.scheduling.step_policy import (
     ANSWER_TOKENS_PER_S,
     FIRST_ANSWER_TOKENS,
     LEAST_CLASS_CHUNK,
@@ -18,11 +19,9 @@ from twostroke.worker.scheduling.queue_order import (
     PROMPT_TOKENS_PER_S,
     AnswerLengths,
     ClassShares,
-    QueuePolicy,
     turn_of,
     turns,
 )
-from twostroke.worker.scheduling.sequence import SequenceState
 
 NOTHING = Promise()
 

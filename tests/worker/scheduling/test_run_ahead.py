@@ -5,7 +5,7 @@ import pytest
 from tests.worker.scheduling.scheduler_rig import STOP, Rig
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.worker.scheduling.job import Phase
-from twostroke.worker.scheduling.step import ScheduledStep
+from twostroke.worker.scheduling.scheduler import ScheduledStep
 
 
 def arrivals(rig: Rig, step: ScheduledStep) -> list[int]:

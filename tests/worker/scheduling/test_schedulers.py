@@ -11,7 +11,7 @@ from tests.worker.scheduling.scheduler_rig import ROLES, STOP, TOKEN, Rig, idle,
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.step import Admitted, NewTokens, ScheduledStep
+from twostroke.worker.scheduling.scheduler import Admitted, NewTokens, ScheduledStep
 
 LOW, HIGH = Promise("low", 0, 0.1), Promise("high", 1, 0.1)
 

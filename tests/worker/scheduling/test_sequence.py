@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from twostroke.protocol.blocks import chain_hashes
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.job import SequenceState
 
 BLOCK_SIZE = 4
 STOP = (2, 3)

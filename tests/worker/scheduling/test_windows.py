@@ -11,7 +11,7 @@ from twostroke.kvtransfer.layout import ChunkPlan
 from twostroke.protocol.blocks import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups, group_layers, group_table
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.job import SequenceState
 
 SIZE, STEP = 4, 8
 GEMMA = group_layers((1024, 1024, 1024, 1024, 1024, 0) * 4 + (1024, 1024))

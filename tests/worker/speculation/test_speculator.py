@@ -12,10 +12,15 @@ from tests.worker.scheduling.scheduler_rig import STOP, TOKEN, Rig
 from twostroke.model.step import Constraint
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.scheduling.sequence import SequenceState
-from twostroke.worker.speculation.acceptance import AcceptanceRates, OwnAcceptance
+from twostroke.worker.scheduling.job import SequenceState
 from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.speculator import FORCED_S, FORCED_SHARE, RequestPredictor
+from twostroke.worker.speculation.speculator import (
+    FORCED_S,
+    FORCED_SHARE,
+    AcceptanceRates,
+    OwnAcceptance,
+    RequestPredictor,
+)
 
 CHEAP = StepCosts(0.010, 0.001, 0.0, 0.0005, 0.0)
 DEAR = StepCosts(0.0001, 0.001, 0.0, 0.010, 0.0)

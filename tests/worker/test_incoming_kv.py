@@ -32,7 +32,7 @@ from twostroke.protocol.errors import TransferFailed, WorkerLost
 from twostroke.protocol.messages import Abort, Awaited, Cancel, Grant, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, mint_ticket
 from twostroke.simulator.memory_network import MemoryConnection
-from twostroke.worker.scheduling.sequence import SequenceState
+from twostroke.worker.scheduling.job import SequenceState
 from twostroke.worker.token_server import TokenServerConfig
 
 LONG_S = 20 * TRANSFERS.progress_s

@@ -1,11 +1,21 @@
-"""KV between a worker and others: transfers that outlive their requests, prefixes pulled, and prefixes exported.
+"""KV between a worker and others: prompts sent and received, prefixes pulled and exported.
+
+A transfer may outlive its request. Until it has ended, the blocks stay as they are.
 
 A pulled prefix is the beginning of a prompt that arrives from another worker's prefix cache. Where its offer does not
 arrive soon, or its transfer fails, the prompt is computed here; no request fails for it.
 
 An exported prefix is a part of this worker's cache, sent to another worker that expects it. Its blocks are referenced
 from the match to the transfer's end. All its KV is there when the transfer begins.
-"""
+
+KV of a prompt goes to the worker that goes on with it layer by layer, while it is still being computed. That worker
+waits for the offer as long as the request lives: a long queue there is no reason to compute the prompt twice, and
+where no KV comes, the router says so. An offer waits too, and its KV at the other worker with it, while there is no
+room.
+
+A prompt whose KV does not arrive is computed by the receiver, unless the router starts another attempt. The router
+decides when, because the prompt itself may have killed the other worker; without a decision within `router_wait_s` it
+is computed here."""
 
 import asyncio
 import logging
@@ -13,14 +23,18 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.ranks import AwaitedOffers
+from twostroke.kvtransfer.ranks import Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.model.step import OnLayer
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import LogContext, Ticket, about
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.scheduling.scheduler import Scheduler
+from twostroke.worker.scheduling.scheduler import NewTokens, ScheduledStep, Scheduler
 from twostroke.worker.step_loop import StepLoop
+from twostroke.worker.token_server import TokenServer
 
 _log = logging.getLogger(__name__)
 
@@ -185,3 +199,133 @@ def _matchable_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) ->
     for end in range(block_size, len(token_ids), block_size):
         parent = next_hash(parent, token_ids[end - block_size : end])
         yield parent
+
+
+@dataclass(eq=False)
+class PromptSender:
+    """The prompts whose KV one worker sends on."""
+
+    sender: SendingSide
+    scheduler: Scheduler
+    transfers: Transfers
+    token_server: TokenServer
+    layers: range  # of the rank that talks to routers
+    forget: Callable[[WorkerJob], None]  # a request of which a part has ended
+
+    def begin(self, job: WorkerJob) -> None:
+        """Begin the transfer of an admitted prompt whose KV is wanted elsewhere."""
+        if job.ticket is None:
+            return
+        sequence = job.sequence
+        num_there = sequence.num_computed  # whole blocks, except for tokens that are still to be copied
+        if sequence.awaits_copy:
+            num_there -= num_there % sequence.block_size
+        job.outgoing = self.sender.begin_transfer(job.ticket, len(sequence.token_ids), sequence.block_ids, num_there)
+        self.scheduler.begin_sending(job)
+        self.transfers.track(self._await_end(job, job.outgoing), f"send {job.request.request_id}")
+
+    def layers_of(self, step: ScheduledStep) -> OnLayer | None:
+        """Return the function that sends each layer of a step once the engine has computed it; None: none is sent."""
+        sending = [(entry, outgoing) for entry in step.entries if (outgoing := entry.job.outgoing) is not None]
+        if not sending:
+            return None
+        for entry, outgoing in sending:
+            if entry.job.sequence.groups.windowed:
+                outgoing.windows_moved(entry.step.block_ids)
+
+        def computed(layer: int) -> None:
+            for entry, outgoing in sending:
+                if not entry.job.has_ended:
+                    outgoing.layer_ready(layer, entry.step.start + len(entry.step.token_ids))
+
+        return computed
+
+    def pulled(self, job: WorkerJob) -> None:
+        """Send the KV of a prefix that was pulled from elsewhere."""
+        if job.outgoing is not None:
+            for layer in self.layers:
+                job.outgoing.layer_ready(layer, job.sequence.num_computed)
+
+    async def _await_end(self, job: WorkerJob, transfer: Outgoing) -> None:
+        """Wait for the end of a transfer, and release the job's blocks."""
+        try:
+            await transfer.done()
+        except TransferFailed as error:
+            _log.warning("the KV was not sent: %s", error, extra=about(job.request.log_context))
+            if not job.is_aborted:  # else no worker waits for it
+                # Through its router, since the other worker may not even know that it waits for KV.
+                self.token_server.kv_not_sent(job.request.router_id, job.request.request_id)
+        finally:
+            job.outgoing = None
+            self.scheduler.end_sending(job)
+            self.forget(job)
+
+
+@dataclass(eq=False)
+class PromptReceiver:
+    """The prompts whose KV one worker receives."""
+
+    receiver: ReceivingSide
+    offers: AwaitedOffers
+    scheduler: Scheduler
+    transfers: Transfers
+    router_wait_s: float
+    clock: Clock
+    admit_offered: Callable[[], None]
+    emit: Callable[[NewTokens], None]  # a token that has come with the KV
+
+    def await_offer(self, job: WorkerJob, ticket: Ticket) -> None:
+        """Wait for the offer of a new request's KV; it may be here already."""
+        self.offers.await_offer(ticket, on_offered=lambda: self._offered(job, ticket))
+
+    def begin(self, job: WorkerJob, ticket: Ticket) -> None:
+        """Receive the offered KV into the blocks of a job that was just admitted."""
+        sequence = job.sequence
+        job.incoming = self.receiver.expect_transfer(
+            ticket, sequence.block_ids, len(sequence.token_ids), skip_tokens=sequence.num_computed
+        )
+        self.transfers.track(self._receive(job, job.incoming), f"receive {job.request.request_id}")
+
+    def compute_prompt(self, job: WorkerJob) -> None:
+        """Have the prompt computed here, now or when its transfer has ended."""
+        job.computes_prompt = True
+        self.give_up(job, "the prefill failed")  # `_receive` goes on from there
+        self.scheduler.compute_here(job)
+        self.transfers.wake()
+
+    def give_up(self, job: WorkerJob, reason: str) -> None:
+        """Give up the request's transfer. Its blocks may be written a little longer."""
+        if job.incoming is not None:
+            job.incoming.abort(reason)
+        elif job.ticket is not None:
+            self.offers.refuse_offer(job.ticket)  # or the other worker would keep its blocks for nothing
+        if job.router_wait is not None:
+            job.router_wait.cancel()
+
+    def _offered(self, job: WorkerJob, ticket: Ticket) -> None:
+        self.scheduler.offered(job)
+        self.admit_offered()
+        if job.incoming is None:
+            self.receiver.keep_offer(ticket)  # until there is room, or the request ends
+
+    async def _receive(self, job: WorkerJob, incoming: Incoming) -> None:
+        """Wait for the end of a transfer. Until then its blocks stay the job's, whatever becomes of the job."""
+        started_at = self.clock()
+        try:
+            first_token = await incoming.verified()
+            if first_token is None:
+                job.computes_prompt = True  # the source takes the transfer for a success
+                raise TransferFailed("it has no first token, like a cached prefix")
+        except TransferFailed as error:
+            _log.warning("the KV was not received: %s", error, extra=about(job.request.log_context))
+            self.scheduler.transfer_failed(job)
+            if not (job.computes_prompt or job.has_ended):
+                self.scheduler.wait_on(job)
+                job.router_wait = asyncio.get_running_loop().call_later(self.router_wait_s, self.compute_prompt, job)
+        else:
+            job.transfer_s = self.clock() - started_at
+            drawn = self.scheduler.verified(job, first_token)
+            if drawn is not None:
+                self.emit(drawn)
+        finally:
+            job.ready_at = self.clock()

@@ -16,7 +16,7 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import Peer, Ticket
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.transfers.pulls import Transfers
+from twostroke.worker.transfers import Transfers
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from twostroke.protocol.stats import StepCosts
 from twostroke.worker.config import WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import WorkerJob
-from twostroke.worker.transfers.pulls import Pulls, Transfers
+from twostroke.worker.transfers import Pulls, Transfers
 
 _log = logging.getLogger(__name__)
 
