@@ -18,8 +18,8 @@ from twostroke.protocol.stats import Role, TierStats
 from twostroke.simulator.memory_blobs import MemoryBlobs
 from twostroke.simulator.sim_tiers import SimStorage, TierPlan
 from twostroke.simulator.virtual_loop import describe, run_virtually
-from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker import tier_transfers
+from twostroke.worker.scheduling.block_pool import BlockPool
 
 PLAN = TierPlan(object_tokens=2 * BLOCK, host_blocks=32, has_disk=True, has_shared=False, call_s=0.001)
 CONFIG = {"min_pull_tokens": 8}
