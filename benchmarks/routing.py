@@ -25,8 +25,7 @@ from twostroke.protocol.requests import Address, GenerateRequest, Peer, Sampling
 from twostroke.protocol.stats import QueuedWork, StepCosts, TierStats, WorkerInfo, WorkerStats
 from twostroke.router.routing.block_index import BlockIndex, PromptNames
 from twostroke.router.routing.chooser import PathChooser, PathConfig
-from twostroke.router.routing.in_flight import Hold
-from twostroke.router.routing.workers import FleetView
+from twostroke.router.routing.workers import FleetView, Hold
 
 WORKERS = (4, 16, 64, 256, 1000)
 BLOCKS = (10_000, 100_000, 1_000_000)

@@ -97,7 +97,7 @@ class ChoiceJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SuspectRequest:
-    """A request under way, which becomes a suspect when a worker dies of it (router/health/poison.py)."""
+    """A request under way, which becomes a suspect when a worker dies of it (router/worker_health.py)."""
 
     fingerprint: bytes
 

@@ -5,12 +5,12 @@ import random
 from collections.abc import Callable
 
 from twostroke.protocol.requests import Peer
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.token_channels import TokenChannels
 from twostroke.simulator.memory_network import MemoryFabric
 from twostroke.simulator.sim_fleet import SECRET
 from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop

@@ -47,7 +47,7 @@ WAY = (
     ("prefill_worker", "P computes the prompt and draws the first token"),
     ("kvtransfer", "its KV goes to D layer by layer while P computes"),
     ("decode_worker", "D writes the answer with all its other requests, a token a step"),
-    ("router/channels", "tokens come back on one connection a worker, one frame a step"),
+    ("router/token_channels", "tokens come back on one connection a worker, one frame a step"),
 )
 
 

@@ -32,9 +32,9 @@ from twostroke.kvtransfer.config import TransferConfig, TransportName
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.settings import UNKNOWN_SETTING, Section
 from twostroke.protocol.stats import Role
-from twostroke.router.channels.token_channels import TokenChannelConfig
 from twostroke.router.http.tenants import AuthConfig, KeyConfig
 from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.token_channels import TokenChannelConfig
 from twostroke.worker.token_server import TokenServerConfig
 
 CPU_BLOCK_SIZE = 16

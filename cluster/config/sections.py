@@ -16,10 +16,10 @@ from twostroke.model.config import KVCacheDtype, PrefillKernel, Quantization
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.protocol.settings import Count, Section, TokenCount
-from twostroke.router.channels.token_channels import TokenChannelConfig
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.http.config import HttpConfig
 from twostroke.router.observe.tracing import TracingConfig
+from twostroke.router.token_channels import TokenChannelConfig
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

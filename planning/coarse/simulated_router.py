@@ -15,10 +15,15 @@ from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise,
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
 from twostroke.router.fleet import NoPath, Path
 from twostroke.router.generate.moves import BUSY_SHARE
-from twostroke.router.routing.cheapest_path import PathQuery, cheapest_path, cheapest_target
-from twostroke.router.routing.chooser import ANSWER_WEIGHT, FIRST_ANSWER_TOKENS, Roles
-from twostroke.router.routing.in_flight import WorkerLoad
-from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, PromptShares, known_workers
+from twostroke.router.routing.chooser import (
+    ANSWER_WEIGHT,
+    FIRST_ANSWER_TOKENS,
+    PathQuery,
+    Roles,
+    cheapest_path,
+    cheapest_target,
+)
+from twostroke.router.routing.workers import AVAILABLE, Classes, KnownWorker, PromptShares, WorkerLoad, known_workers
 from twostroke.router.slo.admission import Admission, Overloaded
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.worker.profile import BLOCK_TOKENS

@@ -2,6 +2,9 @@
 
 Everything an attempt opens (two calls, one stream) ends with it, on every path: finish, fault, the client leaving.
 Its observers hear what happens on the way (router/request_state.py).
+
+`ScoreAttempt` is an attempt at scoring a prompt: its log-probabilities, its embedding. One worker of either role does
+it.
 """
 
 import asyncio
@@ -13,11 +16,8 @@ from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeErr
 from twostroke.protocol.messages import Cancel, PrefillFailed, SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, Ticket, TokenEvent, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.channels.token_channels import TokenChannels
-from twostroke.router.channels.token_stream import join_fresh
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.request_state import (
     AttemptLog,
     DecodeDone,
@@ -29,8 +29,12 @@ from twostroke.router.request_state import (
     PrefillLost,
     PrefillTakenOver,
     PrefixCached,
+    PromptScored,
+    ScoreDone,
 )
 from twostroke.router.routing.chooser import PathChooser
+from twostroke.router.token_channels import TokenChannels, join_fresh
+from twostroke.router.worker_health import WorkerRecords
 
 _log = logging.getLogger(__name__)
 
@@ -256,3 +260,55 @@ class Attempt:
 def out_of_time() -> RequestError:
     """Return the error of a request that takes longer than `request_timeout_s`."""
     return RequestError("the request took longer than the server lets one take", code="timeout", status=504)
+
+
+class ScoreAttempt:
+    """An attempt whose result comes with the call's reply; the token channel only tells that the worker lives."""
+
+    def __init__(self, deps: AttemptDeps, log: AttemptLog, request: GenerateRequest):
+        """Raises WorkerLost without a channel to the worker."""
+        self._channels = deps.channels
+        self._fleet = deps.fleet
+        self._log = log
+        self._request = request
+        self._worker = log.attempt.path.decode.peer
+        self._stream = deps.channels.subscribe(self._worker, request.request_id, max_tokens=1)
+
+    async def events(self, time_left_s: float) -> AsyncGenerator[TokenEvent, None]:
+        """Yield one PromptScored. Raises WorkerLost or RequestError."""
+        call = asyncio.create_task(self._call())
+        timer = asyncio.get_running_loop().call_later(time_left_s, self._stream.fail, out_of_time())
+        try:
+            yield await anext(self._stream)
+        except (WorkerLost, RequestError) as error:
+            self._log.emit(DecodeFailed(error))
+            raise
+        finally:
+            timer.cancel()
+            self._stream.close()
+            if not call.done():
+                self._channels.send(self._worker, Cancel(self._request.request_id))
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    async def _call(self) -> None:
+        try:
+            reply = await self._fleet.score_prompt(self._worker, self._request)
+        except TwostrokeError as error:
+            self._stream.fail(error)
+        except Exception as error:
+            _log.exception("the score call failed unexpectedly", extra=about(self._request.log_context))
+            self._stream.fail(WorkerFailed(f"the score call failed: {type(error).__name__}"))
+        else:
+            event = reply.event
+            self._log.emit(ScoreDone(self._log.clock(), reply))
+            self._stream.push(
+                PromptScored(
+                    event.request_id,
+                    event.index,
+                    event.tokens,
+                    event.finish_reason,
+                    scores=reply.scores,
+                    embedding=reply.embedding,
+                )
+            )

@@ -3,9 +3,8 @@
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from twostroke.protocol.settings import Interval
-from twostroke.router.health.poison import SuspectsConfig
-from twostroke.router.health.worker_records import EjectionConfig
 from twostroke.router.routing.chooser import PathConfig
+from twostroke.router.worker_health import EjectionConfig, SuspectsConfig
 
 
 class PipelineConfig(PathConfig):

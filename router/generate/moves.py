@@ -33,9 +33,7 @@ from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, SamplingParams, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath, Path
-from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.request_state import (
     AttemptContext,
     AttemptEnded,
@@ -47,6 +45,8 @@ from twostroke.router.request_state import (
 )
 from twostroke.router.routing.chooser import PathChooser
 from twostroke.router.routing.workers import DRAINING, KnownWorker
+from twostroke.router.token_channels import TokenChannels
+from twostroke.router.worker_health import WorkerRecords
 
 _log = logging.getLogger(__name__)
 

@@ -23,10 +23,17 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.router.fleet import NoPath
-from twostroke.router.http.body import BoundedRoute
-from twostroke.router.http.deadlines import Deadlines
 from twostroke.router.http.doctor import Doctor
-from twostroke.router.http.middleware import Authentication, Origins, RequestIds, admins_only, monitors_only, tenant_of
+from twostroke.router.http.middleware import (
+    Authentication,
+    BoundedRoute,
+    Deadlines,
+    Origins,
+    RequestIds,
+    admins_only,
+    monitors_only,
+    tenant_of,
+)
 from twostroke.router.http.page import feed, page
 from twostroke.router.http.responses import error_response, is_anthropic, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
@@ -53,8 +60,7 @@ from twostroke.router.openai.messages import (
     MessagesRequest,
     MessagesWriter,
 )
-from twostroke.router.openai.response_items import ResponseObject, ResponsesWriter
-from twostroke.router.openai.responses import ResponsesRequest
+from twostroke.router.openai.responses import ResponseObject, ResponsesRequest, ResponsesWriter
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from twostroke.router.slo.classes import (
     CLASS_HEADER,

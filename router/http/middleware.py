@@ -1,21 +1,38 @@
-"""The middleware that every request passes before its endpoint.
+"""The middleware and the reader of bodies that every request passes before its endpoint.
 
-`RequestIds` labels it, `Origins` turns away what other sites' pages send, `Authentication` finds out who asks.
+`RequestIds` labels it, `Origins` turns away what other sites' pages send, `Authentication` finds out who asks,
+`Deadlines` bounds the time that a client takes to send a body and to take its answer, and `BoundedRoute` reads bodies,
+bounded in bytes, depth and members, before FastAPI and pydantic look at them.
+
+Connections are bounded in number, so one that nothing moves on must end. Heads are the proxies' business
+(`cluster/deployments/haproxy.py`): nothing here hears of a request before its head has come whole.
 """
 
+import asyncio
+import json
+import logging
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import aclosing
+from typing import Any
 
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import HTTPConnection
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from twostroke.protocol.errors import RequestError
+from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import LOG_CONTEXT, LogContext
 from twostroke.router.http.responses import error_response, is_anthropic
 from twostroke.router.http.tenants import Tenant, Tenants
 from twostroke.router.observe.request_log import MINTED, request_log
+from twostroke.router.openai.answers import internal_error
+from twostroke.router.openai.fields import check_values, shown
 
 HEALTH_PATHS = frozenset({"/health", "/ready"})
 """Paths that load balancers may request by any name: they show nothing but the state."""
@@ -193,3 +210,264 @@ async def admins_only(request: HTTPConnection) -> None:
     tenant = tenant_of(request)
     if tenant is not None and not tenant.is_admin:
         raise RequestError("this path is for API keys with `admin: true`", code="not_allowed", status=403)
+
+
+MAX_NESTING = 64
+MAX_MEMBERS = 4096
+"""Most members of one object: more than any field takes."""
+MAX_CONTAINERS = 65536
+"""Most objects and lists of one body: each costs time and memory, far more than its bytes."""
+
+_log = logging.getLogger(__name__)
+
+# Also matches a string without an end, so that no body is scanned twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+
+
+class BoundedRoute(APIRoute):
+    """A path whose body FastAPI gets from `read_object`. A bug in its endpoint is logged and answered with an error.
+
+    `app.state.max_body_bytes` bounds the body.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            try:
+                if self.body_field is not None:
+                    request = _ReadRequest(request, await read_object(request, request.app.state.max_body_bytes))
+                return await handle(request)
+            except (TwostrokeError, RequestValidationError, HTTPException, ClientDisconnect):
+                raise
+            except Exception:
+                _log.exception("a request to %s met a bug", request.url.path)
+                raise internal_error() from None
+
+        return bounded
+
+
+class _ReadRequest(Request):
+    """A request whose body has been read. Clients that name another content type, as curl does, mean JSON too."""
+
+    def __init__(self, request: Request, content: dict[str, Any]):
+        super().__init__(request.scope, request.receive)
+        MutableHeaders(scope=request.scope)["content-type"] = "application/json"
+        self._content = content
+
+    async def body(self) -> bytes:
+        return b"{}"  # FastAPI looks whether there is any
+
+    async def json(self) -> dict[str, Any]:
+        return self._content
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body. Raises RequestError, 413 before more than `max_bytes` are held; ClientDisconnect.
+
+    `Deadlines` bounds how long this takes, and reads what is left of a body that is refused.
+    """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise RequestError(
+            f"Content-Encoding: {shown(encoding)!r} is not supported: send the JSON without compression",
+            param="Content-Encoding",
+            code="unsupported_encoding",
+            status=415,
+        )
+    parts: list[bytes] = []
+    size = 0
+    async with aclosing(request.stream()) as stream:
+        async for part in stream:
+            size += len(part)
+            if size > max_bytes:
+                message = f"the body is over {max_bytes} bytes"
+                raise RequestError(message, param="body", code="request_too_large", status=413)
+            parts.append(part)
+    return parse_object(b"".join(parts))
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The body's JSON object. Raises RequestError.
+
+    Numbers are finite and texts are Unicode, wherever they stand: schemas, documents and the like end in libraries that
+    fail otherwise.
+    """
+    if _num_containers(body) > MAX_CONTAINERS:
+        raise RequestError(f"the JSON has more than {MAX_CONTAINERS} objects and lists", param="body")
+    is_sound = True
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        is_sound = False  # Python reads more than JSON
+        try:
+            value = json.loads(body)
+        except RecursionError:
+            raise RequestError("the JSON is nested too deeply", param="body", code="invalid_json") from None
+        except (ValueError, UnicodeDecodeError) as error:
+            raise RequestError(f"the body is not valid JSON: {error}", param="body", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", param="body", code="invalid_json")
+    if len(value) > MAX_MEMBERS:
+        raise _too_wide("body")
+    for name, one in value.items():
+        _check_shape(one, shown(name))
+        if not is_sound:
+            check_values(name, "body")
+            check_values(one, shown(name))
+    return value
+
+
+def _num_containers(body: bytes) -> int:
+    """Count the objects and lists in the body without building them."""
+    num = body.count(b"{") + body.count(b"[")
+    if num <= MAX_CONTAINERS:
+        return num
+    bare = _STRING.sub(b"", body)  # a text may have any number of brackets
+    return bare.count(b"{") + bare.count(b"[")
+
+
+def _check_shape(value: Any, param: str, depth: int = 1) -> None:
+    """Raises RequestError for containers nested too deeply and for objects too wide."""
+    if not isinstance(value, dict | list):
+        return
+    if depth > MAX_NESTING:
+        raise RequestError(f"{param} is nested too deeply", param=param)
+    if isinstance(value, dict):
+        if len(value) > MAX_MEMBERS:
+            raise _too_wide(param)
+        value = value.values()
+    elif {dict, list}.isdisjoint(map(type, value)):
+        return  # a long prompt of token ids has none within
+    for member in value:
+        _check_shape(member, param, depth + 1)
+
+
+def _too_wide(param: str) -> RequestError:
+    return RequestError(f"{param}: an object has more than {MAX_MEMBERS} members", param=param)
+
+
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+"""Bytes of an unwanted body that are read and dropped, so that the client gets to see the answer."""
+
+
+class Deadlines:
+    """Middleware: a request's body has to come within `body_s`, and each piece of the answer to be taken in `send_s`.
+
+    A body that is late is answered with 408. An answer that comes before the body's end waits for that end, within the
+    same time: a connection that is closed under a client that still sends loses the answer. Where the body does not end
+    in time, the connection does.
+
+    A client that takes nothing is given up: its request ends as if it had left, and frees what it holds.
+
+    For an app with `RequestLogging`, which is further outside.
+    """
+
+    def __init__(self, app: ASGIApp, *, body_s: float, send_s: float):
+        self._app = app
+        self._body_s = body_s
+        self._send_s = send_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body, answer = _TimedBody(receive, self._body_s), _TimedResponse(send, self._send_s)
+        headers = Headers(scope=scope)
+        waits_to_send = headers.get("expect", "").lower() == "100-continue"
+
+        async def send_in_time(message: Message) -> None:
+            if message["type"] == "http.response.start" and not body.is_whole:
+                if not waits_to_send:
+                    await body.discard()
+                if not body.is_whole:
+                    MutableHeaders(scope=message)["connection"] = "close"
+            await answer.send(message)
+
+        try:
+            await self._app(scope, body.receive, send_in_time)
+        except Exception:
+            if not answer.is_stalled:
+                raise
+            request_log(HTTPConnection(scope)).code = "client_stalled"
+            _log.info("a client took nothing of its answer for %g s, and is given up", self._send_s)
+        finally:
+            answer.close()
+
+
+class _ClientStalled(Exception):
+    """The client takes nothing of what it is sent."""
+
+
+class _TimedBody:
+    """A request's body as it comes, until its deadline."""
+
+    def __init__(self, receive: Receive, timeout_s: float):
+        self.is_whole = False
+        self._receive = receive
+        self._timeout_s = timeout_s
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._num_bytes = 0
+
+    async def receive(self) -> Message:
+        """The next message. Raises RequestError (408) where the body has not ended in time."""
+        if self.is_whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not come within {self._timeout_s:g} s", param="body", code="request_timeout", status=408
+            ) from None
+        self.is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+        self._num_bytes += len(message.get("body", b""))
+        return message
+
+    async def discard(self) -> None:
+        """Read to the body's end, if that comes in time and is not too far."""
+        try:
+            while not self.is_whole and self._num_bytes <= MAX_DISCARDED_BYTES:
+                await self.receive()
+        except RequestError:
+            return  # the client has taken too long
+
+
+class _TimedResponse:
+    """An answer as it is sent, piece by piece. One timer looks after all pieces: a stream has thousands a second."""
+
+    def __init__(self, send: Send, timeout_s: float):
+        self.is_stalled = False
+        self._send = send
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the piece was sent that the client has not taken yet
+        self._sender: asyncio.Task[Any] | None = None
+        self._num_cancels = 0  # of the sender, by others
+        self._timer = self._loop.call_later(timeout_s, self._look)
+
+    async def send(self, message: Message) -> None:
+        """Raises _ClientStalled where the client does not take it in time."""
+        self._sender, self._since = asyncio.current_task(), self._loop.time()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if self.is_stalled and self._sender is not None and self._sender.uncancel() <= self._num_cancels:
+                raise _ClientStalled from None
+            raise
+        finally:
+            self._since = None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since < self._timeout_s:
+            self._timer = self._loop.call_at(since + self._timeout_s, self._look)
+        elif self._sender is not None:
+            self.is_stalled = True
+            self._num_cancels = self._sender.cancelling()
+            self._sender.cancel()

@@ -17,9 +17,7 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.messages import ChangeRole
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats, role_of
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet, NoPath
-from twostroke.router.generate.gate import Gate
 from twostroke.router.generate.pipeline import Pipeline
 from twostroke.router.http.config import HttpConfig
 from twostroke.router.http.tenants import Tenants
@@ -42,11 +40,12 @@ from twostroke.router.openai.generation import ChoiceRunner
 from twostroke.router.openai.jobs import JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields
 from twostroke.router.routing.role_changes import role_changes
-from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.admission import Admission, Gate
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.slo.demand import Demand, fleet_numbers
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.token_channels import TokenChannels
 
 if TYPE_CHECKING:
     from twostroke.router.observe.opentelemetry_traces import OpenTelemetryTraces

@@ -17,8 +17,7 @@ from twostroke.protocol.errors import TwostrokeError, public_error
 from twostroke.protocol.requests import GenerateRequest
 from twostroke.router.request_state import RequestState
 from twostroke.router.slo.admission import Admission, Limit
-from twostroke.router.slo.attainment import SLOAttainment, SLOVerdict
-from twostroke.router.slo.classes import SLOClass
+from twostroke.router.slo.classes import SLOAttainment, SLOClass, SLOVerdict
 
 Outcome = Literal["stop", "length", "abort", "error"]
 Series = TypeVar("Series", Counter, Gauge, Histogram)

@@ -21,8 +21,7 @@ from twostroke.router.openai.schemas import (
     TextFields,
     TokenizeRequest,
 )
-from twostroke.router.openai.structured import grammar_of
-from twostroke.router.openai.tools import Tool
+from twostroke.router.openai.tools import Tool, grammar_of
 from twostroke.router.request_state import ChatParsing, ChoiceJob, PromptToScore
 from twostroke.router.text.call_grammar import AnswerGrammar, CallableFunction
 from twostroke.router.text.generation_config import SamplingDefaults

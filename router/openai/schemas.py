@@ -27,8 +27,7 @@ from twostroke.router.openai.fields import (
     shown,
     type_tag,
 )
-from twostroke.router.openai.structured import StructuredFields
-from twostroke.router.openai.tools import CalledBefore, Calls, ToolFields, old_call_id
+from twostroke.router.openai.tools import CalledBefore, Calls, StructuredFields, ToolFields, old_call_id
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)

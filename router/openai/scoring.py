@@ -7,8 +7,7 @@ import msgspec
 from typing_extensions import TypedDict
 
 from twostroke.protocol.requests import PromptScores, SampledToken
-from twostroke.router.text.detokenizer import new_detokenizer
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.text.tokenizer import TextTokenizer, new_detokenizer
 
 
 class PromptLogprob(TypedDict):

@@ -4,7 +4,7 @@ Pure: an estimate of the path's times goes in, a decision comes out; the clock i
 each choice, when its path is held and nothing has been sent yet. Six heuristics decide, each with its test in
 tests/router/slo/test_admission.py:
 
-1. Correction (`attainment.py`): predictions are multiplied by how wrong earlier ones were.
+1. Correction (`classes.py`): predictions are multiplied by how wrong earlier ones were.
 2. Higher classes first (`_prompt_s`): a worker of whose time higher classes want the part rho has 1 - rho left for a
    prompt, but never less for a class than its share; other routers' prompts of the last moment are added.
 3. Steps for higher classes (`_slow_steps`): steps never become slower than classes of a higher priority, which may come
@@ -12,11 +12,15 @@ tests/router/slo/test_admission.py:
 4. Reserve (`_kept_free`): a part of every limit is kept for higher classes and for classes below their share.
 5. Hysteresis (`_kept_free`): a class that was refused gets in again only some way below its limit.
 6. Trials (`_is_trial`): after a while without an admission one request is let in against all predictions.
+
+`Gate` bounds the choices that one router has under way, whatever they were promised.
 """
 
+import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,10 +28,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.fleet import Path, PathEstimate
-from twostroke.router.slo.attainment import ClassHistory, Correction
-from twostroke.router.slo.classes import SLOConfig
-from twostroke.router.slo.demand import DecayingSum
+from twostroke.router.fleet import NoPath, Path, PathEstimate
+from twostroke.router.slo.classes import ClassHistory, Correction, DecayingSum, SLOConfig
 
 RESERVE = 0.15
 """Part of every limit that is kept for higher classes and for classes below their share."""
@@ -322,3 +324,69 @@ def _hopeless(estimate: PathEstimate, ttft_s: float) -> str:
         f"computing the prompt takes {alone_s:.2g} s even alone, and its class promises the first token "
         f"within {ttft_s:.2g} s: choose another class, or loosen the promise (x-slo-ttft-ms)"
     )
+
+
+class Gate:
+    """Lets `most` choices in at once. `turned_away` is called with the choices of each refused request."""
+
+    def __init__(self, most: int, turned_away: Callable[[int], None], clock: Clock):
+        self._most = most
+        self._turned_away = turned_away
+        self._clock = clock
+        self._num_choices = 0
+        self._cuts: set[asyncio.Future[None]] = set()  # of the responses under way
+        self._takes_until: float | None = None  # None: for as long as it lives
+
+    @contextmanager
+    def room(self, num_choices: int) -> Iterator[None]:
+        """Places for so many choices, from before they are tokenised to the end of the response.
+
+        Raises RequestError (429) where the router has as much under way as it takes, NoPath where it is about to end.
+        """
+        if self._takes_until is not None and self._clock() >= self._takes_until:
+            raise NoPath("the server is about to end")
+        if self._num_choices + num_choices > self._most:
+            self._turned_away(num_choices)
+            raise RequestError(
+                "the server has as many requests as it can take; try again shortly",
+                code="overloaded",
+                status=429,
+                retry_after_s=1,
+            )
+        self._num_choices += num_choices
+        try:
+            yield
+        finally:
+            self._num_choices -= num_choices
+
+    @contextmanager
+    def cuttable(self) -> Iterator["asyncio.Future[None]"]:
+        """Yield a future for a response, done when the server ends and the response has to end at once."""
+        cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cuts.add(cut)
+        try:
+            yield cut
+        finally:
+            self._cuts.discard(cut)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices under way."""
+        return self._num_choices
+
+    @property
+    def is_draining(self) -> bool:
+        """Return whether the server is about to end, though it may still take requests."""
+        return self._takes_until is not None
+
+    def drain(self, notice_s: float) -> None:
+        """Be not ready from now on, and take new requests for `notice_s` more: load balancers notice meanwhile."""
+        self._takes_until = self._clock() + notice_s
+
+    def cut(self) -> int:
+        """Take nothing new, and end every response under way with an error; returns how many choices those have."""
+        self.drain(notice_s=0.0)
+        for cut in self._cuts:
+            if not cut.done():
+                cut.set_result(None)
+        return self._num_choices

@@ -1,11 +1,17 @@
-"""SLO classes and their promises, which admission, queues and schedulers keep.
+"""SLO classes, their promises, and how these are kept: for admission, queues, schedulers and metrics. Pure.
 
 `promise_of` tells what a request is promised: its class, by header, `service_tier`, API key or default, and what else
 it asks for.
+
+`verdict_of` says whether a request got what it was promised, `SLOAttainment` which part of each class did.
+`Correction` makes the next predictions right nine times out of ten, `ClassHistory` is what a class has asked for and
+got lately. `DecayingSum` forgets: it tells what was added lately, and how much of it comes a second.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Annotated
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le, Lt
 from pydantic import Field, PositiveFloat, field_validator, model_validator
@@ -16,6 +22,40 @@ from twostroke.protocol.settings import Interval, Section
 
 STANDARD = "standard"
 MOST_PRIORITY = 1000
+
+
+_LEAST_S = 0.5
+"""A rate over a shorter time would be that of a single event."""
+
+
+class DecayingSum:
+    """A sum whose parts fade away exponentially, to a third or so after `memory_s` seconds."""
+
+    __slots__ = ("_at", "_began", "_memory_s", "_value")
+
+    def __init__(self, memory_s: float):
+        self._memory_s = memory_s
+        self._value = 0.0
+        self._at = 0.0
+        self._began: float | None = None
+
+    def add(self, amount: float, now: float) -> None:
+        """Add what has come at `now`; times never go back."""
+        if self._began is None:
+            self._began = now
+        self._value = self.value(now) + amount
+        self._at = now
+
+    def value(self, now: float) -> float:
+        """Return what is left of all that was added."""
+        return self._value * math.exp(min(0.0, self._at - now) / self._memory_s)
+
+    def rate(self, now: float) -> float:
+        """Return the rate a second over the last `memory_s` or so; at first, over the time that has passed."""
+        if self._began is None:
+            return 0.0
+        remembered = 1.0 - math.exp(-max(now - self._began, _LEAST_S) / self._memory_s)
+        return self.value(now) / (self._memory_s * remembered)
 
 
 class SLOClass(Section):
@@ -191,3 +231,128 @@ def _whole(text: str, name: str) -> int:
 
 def _forbidden(param: str, message: str) -> RequestError:
     return RequestError(f"{param}: {message}", param=param, code="not_allowed", status=403)
+
+
+SLOVerdict = Literal["met", "missed", "refused"]
+
+ATTAINMENT_S = 120.0
+"""Seconds over which `SLOAttainment.of` fades."""
+
+
+def verdict_of(promise: Promise, ttft_s: float | None, tpot_s: float | None) -> SLOVerdict:
+    """Return whether a request that has ended met its promises. One that failed without its first token did not."""
+    if promise.ttft_left_s is not None and (ttft_s is None or ttft_s > promise.ttft_left_s):
+        return "missed"
+    if promise.tpot_s is not None and tpot_s is not None and tpot_s > promise.tpot_s:
+        return "missed"
+    return "met"
+
+
+class SLOAttainment:
+    """The part of requests, refused and failed ones included, that met both promises, by class."""
+
+    def __init__(self) -> None:
+        self._met: dict[str, DecayingSum] = {}
+        self._all: dict[str, DecayingSum] = {}
+
+    def record(self, class_name: str, verdict: SLOVerdict, now: float) -> None:
+        """Count a request that is over."""
+        self._met.setdefault(class_name, DecayingSum(ATTAINMENT_S)).add(float(verdict == "met"), now)
+        self._all.setdefault(class_name, DecayingSum(ATTAINMENT_S)).add(1.0, now)
+
+    def of(self, class_name: str, now: float) -> float:
+        """Return the attainment over the last minutes, 0 to 1; 1 where there were no requests."""
+        if class_name not in self._all:
+            return 1.0
+        asked = self._all[class_name].value(now)
+        return self._met[class_name].value(now) / asked if asked > 1e-9 else 1.0
+
+
+LEAST, MOST = 0.5, 4.0
+_GAIN = 0.05
+"""Weight of the newest ratio in the mean: the last 20 or so count."""
+_DEVIATIONS = 1.5
+"""Mean absolute deviations that are added, to about the 90th percentile."""
+_FORGET_S = 10.0
+_PART_OF_LIMIT = 0.25
+
+
+class Correction:
+    """The recent error of predictions of one kind of time for one class.
+
+    The mean of actual over predicted times alone would be too short for every second request; like TCP's timers (RFC
+    6298), some deviations are added to it. Times that are short against the limit are dominated by what no cost model
+    knows (HTTP, the wait for the running step), and their ratio says nothing of long ones: so both sides are taken with
+    a part of the limit added. As time passes the factor goes back to 1, so that what was learnt under one load does not
+    rule another, and a wrong one can't refuse all requests for good.
+    """
+
+    def __init__(self) -> None:
+        self._mean = 1.0
+        self._deviation = 0.0
+        self._at: float | None = None
+
+    def learn(self, predicted_s: float, actual_s: float, limit_s: float, now: float) -> None:
+        """A request for which `predicted_s` was expected took `actual_s`; `limit_s` was its promise."""
+        added = _PART_OF_LIMIT * limit_s
+        ratio = min(max((actual_s + added) / (predicted_s + added), LEAST), MOST)
+        mean, deviation = self._now(now)
+        self._mean = mean + _GAIN * (ratio - mean)
+        self._deviation = deviation + _GAIN * (abs(ratio - mean) - deviation)
+        self._at = now
+
+    def factor(self, now: float) -> float:
+        """Within LEAST and MOST."""
+        mean, deviation = self._now(now)
+        return min(max(mean + _DEVIATIONS * deviation, LEAST), MOST)
+
+    def corrected(self, predicted_s: float, limit_s: float, now: float) -> float:
+        """Return the time that nine requests out of ten will stay below."""
+        added = _PART_OF_LIMIT * limit_s
+        return (predicted_s + added) * self.factor(now) - added
+
+    def _now(self, now: float) -> tuple[float, float]:
+        if self._at is None:
+            return 1.0, 0.0
+        kept = math.exp((self._at - now) / _FORGET_S)
+        return 1.0 + (self._mean - 1.0) * kept, self._deviation * kept
+
+
+MEMORY_S = 10.0
+_OUTPUT_GAIN = 0.05
+
+
+def _lately() -> DecayingSum:
+    return DecayingSum(MEMORY_S)
+
+
+@dataclass(slots=True)
+class ClassHistory:
+    """The recent history of one class, which `admission.py` keeps."""
+
+    priority: int
+    share: float
+    offered: DecayingSum = field(default_factory=_lately)  # requests that were judged
+    admitted: DecayingSum = field(default_factory=_lately)  # requests
+    tokens: DecayingSum = field(default_factory=_lately)  # of the admitted: prompts and expected outputs
+    ttft: Correction = field(default_factory=Correction)
+    tpot: Correction = field(default_factory=Correction)
+    mean_output: float | None = None  # tokens, of the last requests
+    admitted_at: float = -1e9
+    refused_at: float = -1e9
+    is_refusing: bool = False  # the newest request was refused
+
+    def expected_output(self, max_tokens: int) -> float:
+        """Tokens that a request will probably have, where it may have `max_tokens`."""
+        return float(max_tokens) if self.mean_output is None else min(self.mean_output, float(max_tokens))
+
+    def has_put_out(self, num_tokens: int) -> None:
+        """A request has ended with so many tokens."""
+        if self.mean_output is None:
+            self.mean_output = float(num_tokens)
+        self.mean_output += _OUTPUT_GAIN * (num_tokens - self.mean_output)
+
+    def backlog_s(self, now: float) -> float:
+        """Return the time that earlier refused requests would take at the pace of those admitted lately."""
+        refused = self.offered.value(now) - self.admitted.value(now) - 1
+        return max(0.0, refused) * MEMORY_S / (self.admitted.value(now) + 1)

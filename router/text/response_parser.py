@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.text.python_calls import PythonCalls
 from twostroke.router.text.regions import SEARCH_S, Regions, RegionScanner, RegionText
 from twostroke.router.text.written_calls import (
     BareCalls,
     CallStep,
     CallText,
+    PythonCalls,
     TaggedCalls,
     WrittenCalls,
     call_text,

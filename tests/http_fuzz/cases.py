@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import LACKING
-from twostroke.router.openai.structured import StructuredFields
+from twostroke.router.openai.tools import StructuredFields
 
 CHECKS = [
     not_a_server_error,

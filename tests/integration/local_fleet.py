@@ -25,10 +25,10 @@ from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SamplingParams, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.request_state import ChoiceJob, RequestState
+from twostroke.router.token_channels import TokenChannels
 from twostroke.worker.role import Policies
 from twostroke.worker.worker import Worker
 

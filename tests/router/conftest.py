@@ -52,7 +52,6 @@ from twostroke.protocol.requests import (
     verify_ticket,
 )
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import TokenChannelConfig, TokenChannels
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.http.app import build_app
@@ -63,6 +62,7 @@ from twostroke.router.openai import jobs
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.token_channels import TokenChannelConfig, TokenChannels
 
 SECRET = b"the cluster's secret"
 VOCAB = 300

@@ -10,10 +10,10 @@ from twostroke.protocol.blocks import ShortName
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket
-from twostroke.router.channels.token_channels import TokenChannels
 from twostroke.router.fleet import Fleet
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.moves import MoveReason, RunningStream, StreamMoves
+from twostroke.router.token_channels import TokenChannels
 from twostroke.simulator.memory_network import MemoryFabric
 from twostroke.simulator.sim_fleet import SECRET
 from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter

@@ -14,8 +14,8 @@ from tests.simulation.scenarios.scenario import ROUTER_LEASE_S, Scenario, make_s
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
 from twostroke.router.request_state import ChoiceJob, RequestState
+from twostroke.router.worker_health import PoisonRequest, SuspectsConfig
 from twostroke.simulator.memory_network import MemoryFabric
 from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.sim_fleet import SimFleet

@@ -24,9 +24,8 @@ from twostroke.protocol.messages import (
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import LOG_CONTEXT, LogContext, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
-from twostroke.router.channels.token_channels import ChannelListener, TokenChannelConfig, TokenChannels
-from twostroke.router.channels.token_stream import join_fresh
 from twostroke.router.observe.log_format import JsonLines
+from twostroke.router.token_channels import ChannelListener, TokenChannelConfig, TokenChannels, join_fresh
 
 SECRET = b"the cluster's secret"
 LAYOUT = KVLayout("a model", "float32", 1, 1, 8, 16)
@@ -172,7 +171,7 @@ async def test_a_dropped_channel_fails_its_streams_after_what_had_come(fleet_of,
 async def test_a_dropped_channel_comes_back_and_is_told_once_each_further_attempt_for_debugging_alone(
     fleet_of, until, caplog
 ):
-    caplog.set_level("DEBUG", logger="twostroke.router.channels.token_channels")
+    caplog.set_level("DEBUG", logger="twostroke.router.token_channels")
 
     def told():
         return [record.levelname for record in caplog.records if "dropped" in record.message]

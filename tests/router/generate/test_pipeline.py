@@ -128,7 +128,7 @@ async def test_a_whole_request_is_cancelled_nowhere(fleet_of, a_request):
 
 
 async def test_a_request_whose_answer_nobody_reads_is_cancelled(fleet_of, a_request, until, monkeypatch):
-    monkeypatch.setattr("twostroke.router.channels.token_stream.MAX_UNREAD", 20)
+    monkeypatch.setattr("twostroke.router.token_channels.MAX_UNREAD", 20)
     async with fleet_of(0, 1) as rig:
         allow(rig["d0"], 1)
         events, _ = await nth_token(rig, a_request(max_tokens=500), 1)

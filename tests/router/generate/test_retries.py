@@ -4,8 +4,8 @@ import pytest
 
 from twostroke.protocol.errors import RequestError, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.generate.retries import Retries, RetryBudget
-from twostroke.router.health.worker_records import backoff_s
+from twostroke.router.generate.pipeline import Retries, RetryBudget
+from twostroke.router.worker_health import backoff_s
 
 
 def retries(*, most: int = 3, floor: int = 0) -> Retries:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests, fingerprint_of
 from twostroke.protocol.requests import Peer, ScoringParams
-from twostroke.router.health.poison import PoisonRequest, Suspects, SuspectsConfig
+from twostroke.router.worker_health import PoisonRequest, Suspects, SuspectsConfig
 
 P, D0, D1, D2 = (Peer(name, 1) for name in ("p", "d0", "d1", "d2"))
 

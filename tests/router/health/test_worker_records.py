@@ -8,9 +8,8 @@ from tests.router.routing.knowing import info
 from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.router.fleet import Path
-from twostroke.router.health.poison import PoisonRequest, SuspectsConfig
-from twostroke.router.health.worker_records import Ejection, EjectionConfig, WorkerRecords
 from twostroke.router.request_state import AttemptContext, AttemptEnded, DecodeFailed, PrefillLost
+from twostroke.router.worker_health import Ejection, EjectionConfig, PoisonRequest, SuspectsConfig, WorkerRecords
 
 P, D, D1 = info("p0"), info("d0"), info("d1")
 PAIR = Path(P, D)

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from twostroke.protocol.errors import RequestError
-from twostroke.router.http.body import MAX_CONTAINERS, MAX_MEMBERS, parse_object
+from twostroke.router.http.middleware import MAX_CONTAINERS, MAX_MEMBERS, parse_object
 
 BASE = {"model": "fake", "prompt": "import os", "max_tokens": 8}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}

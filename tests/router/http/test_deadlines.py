@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from twostroke.router.http import deadlines
+from twostroke.router.http import middleware
 
 PATH = "/v1/completions"
 BODY = json.dumps({"model": "fake", "prompt": "import os", "max_tokens": 24, "seed": 5}).encode()
@@ -105,7 +105,7 @@ async def test_whoever_is_answered_before_the_body_has_ended_does_not_keep_the_c
 
 
 async def test_of_a_body_that_nobody_wants_a_bounded_part_is_read(site_of, monkeypatch):
-    monkeypatch.setattr(deadlines, "MAX_DISCARDED_BYTES", 1000)
+    monkeypatch.setattr(middleware, "MAX_DISCARDED_BYTES", 1000)
 
     class Endless(Client):
         async def receive(self):

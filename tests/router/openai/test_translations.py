@@ -13,8 +13,7 @@ from twostroke.protocol.requests import GenerateRequest, SamplingParams
 from twostroke.router.openai.answers import ChoiceDelta, ToolCallDelta
 from twostroke.router.openai.fields import explain
 from twostroke.router.openai.messages import UNREAD, MessagesRequest, MessagesWriter
-from twostroke.router.openai.response_items import ResponsesWriter
-from twostroke.router.openai.responses import ResponsesRequest
+from twostroke.router.openai.responses import ResponsesRequest, ResponsesWriter
 from twostroke.router.openai.schemas import UnknownFields
 from twostroke.router.request_state import ChoiceJob
 

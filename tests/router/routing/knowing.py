@@ -16,8 +16,7 @@ from twostroke.protocol.stats import QueuedWork, StepCosts, TierStats, WorkerInf
 from twostroke.router.request_state import AttemptContext
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.chooser import PathChooser, PathConfig
-from twostroke.router.routing.in_flight import WorkerLoad
-from twostroke.router.routing.workers import AVAILABLE, Classes, FleetView, KnownWorker, known_workers
+from twostroke.router.routing.workers import AVAILABLE, Classes, FleetView, KnownWorker, WorkerLoad, known_workers
 
 LAYOUT = KVLayout("a model", "bfloat16", 2, 4, 8, 16)
 OTHER_KIND = {"layout": msgspec.structs.replace(LAYOUT, model="other")}

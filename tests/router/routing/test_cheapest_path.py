@@ -7,7 +7,7 @@ from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK,
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import QueuedWork, TierStats
 from twostroke.router.fleet import NoPath, Path
-from twostroke.router.routing.cheapest_path import (
+from twostroke.router.routing.chooser import (
     HOP_S,
     PathQuery,
     cheapest_path,

@@ -6,8 +6,7 @@ import pytest
 from tests.router.routing.knowing import Clock
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import TierStats, WorkerStats
-from twostroke.router.routing.in_flight import InFlight, Place, WorkerLoad
-from twostroke.router.routing.workers import FIRST_GUESS, LinkRates, tier_read_costs
+from twostroke.router.routing.workers import FIRST_GUESS, InFlight, LinkRates, Place, WorkerLoad, tier_read_costs
 
 P, D = Peer("p", 1), Peer("d", 1)
 

@@ -8,8 +8,7 @@ from twostroke.protocol.stats import QueuedWork, WorkerStats
 from twostroke.router.fleet import Path, PathEstimate
 from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
-from twostroke.router.slo.attainment import MEMORY_S
-from twostroke.router.slo.classes import SLOClass, SLOConfig
+from twostroke.router.slo.classes import MEMORY_S, SLOClass, SLOConfig
 
 INTERACTIVE = SLOClass(name="interactive", ttft_s=0.5, tpot_s=0.06, priority=10, share=0.3)
 BATCH = SLOClass(name="batch", ttft_s=5.0, tpot_s=0.1, priority=0, share=0.1)

@@ -4,8 +4,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordPiece
 
-from twostroke.router.text.detokenizer import ByteDetokenizer, StopStrings, WindowDetokenizer, new_detokenizer
-from twostroke.router.text.tokenizer import TextTokenizer
+from twostroke.router.text.tokenizer import (
+    ByteDetokenizer,
+    StopStrings,
+    TextTokenizer,
+    WindowDetokenizer,
+    new_detokenizer,
+)
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -25,8 +25,8 @@ from twostroke.protocol.blocks import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import LogContext, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats
-from twostroke.router.health.poison import PoisonRequest
 from twostroke.router.request_state import ChoiceJob, RequestState
+from twostroke.router.worker_health import PoisonRequest
 from twostroke.simulator.memory_network import MemoryFabric, Trace
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace
 from twostroke.simulator.memory_transport import LinkFabric

@@ -28,10 +28,9 @@ from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.moves import RunningStream, StreamMoves
 from twostroke.router.generate.pipeline import Pipeline
-from twostroke.router.health.poison import Suspects
-from twostroke.router.health.worker_records import WorkerRecords
 from twostroke.router.request_state import RequestState, SuspectRequest
 from twostroke.router.routing.block_index import BlockIndex
+from twostroke.router.worker_health import Suspects, WorkerRecords
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import SequenceState, WorkerJob
 from twostroke.worker.scheduling.scheduler import Preemptor, Scheduler, Swap, Swapping
