@@ -23,8 +23,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from twostroke.kvtransfer.ranks import AwaitedOffers
-from twostroke.kvtransfer.ranks import Incoming, Outgoing, ReceivingSide, SendingSide
+from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.model.step import OnLayer
 from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
 from twostroke.protocol.clock import Clock
