@@ -15,7 +15,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import GenerateRequest
 
 FINGERPRINT_BYTES = 16
-MOST_IN_MESSAGE = 1024
+MAX_IN_MESSAGE = 1024
 """Blocked requests in one message, which is 30 KB then."""
 LONGEST_S = 86_400.0
 """Longest time for which a message may block a request: a day."""
@@ -37,7 +37,7 @@ class BlockedRequests:
     The oldest are dropped first.
     """
 
-    def __init__(self, clock: Clock, *, most: int = MOST_IN_MESSAGE, longest_s: float = LONGEST_S):
+    def __init__(self, clock: Clock, *, most: int = MAX_IN_MESSAGE, longest_s: float = LONGEST_S):
         self._clock = clock
         self._most = most
         self._longest_s = longest_s
@@ -60,7 +60,7 @@ class BlockedRequests:
     def latest(self) -> tuple[BlockedRequest, ...]:
         """Return the latest blocked requests, as many as one message takes, with the time that each has left."""
         now = self._clock()
-        latest = list(self._until.items())[-MOST_IN_MESSAGE:]
+        latest = list(self._until.items())[-MAX_IN_MESSAGE:]
         return tuple(BlockedRequest(one, min(until - now, LONGEST_S)) for one, until in latest if until > now)
 
     def _add(self, request: BlockedRequest) -> bool:

@@ -96,7 +96,7 @@ class NameChanges:
     removed: list[BlockHash]
 
 
-MOST_CHANGES = 65_536
+MAX_CHANGES = 65_536
 """Most names of one window. Reporting more would take longer than reporting all names anew."""
 
 
@@ -136,7 +136,7 @@ class BlockChanges:
     def _touch(self, name: BlockHash, *, was_there: bool) -> None:
         if not self._was_there:
             self._began()
-        if len(self._was_there) < MOST_CHANGES:
+        if len(self._was_there) < MAX_CHANGES:
             self._was_there.setdefault(name, was_there)
         elif name not in self._was_there:
             self._are_too_many = True

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from twostroke.protocol import blocked_requests, kv_layout, requests, stats
-from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE, BlockedRequest
+from twostroke.protocol.blocked_requests import MAX_IN_MESSAGE, BlockedRequest
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
 from twostroke.protocol.requests import NO_REQUEST, Address, LogContext, Peer, SampledToken, Ticket, TokenEvent
@@ -202,7 +202,7 @@ class RequestsBlocked(Message, frozen=True):
     router sends what it has found out itself, and to a worker whose channel comes up what it knows.
     """
 
-    requests: Annotated[tuple[BlockedRequest, ...], msgspec.Meta(max_length=MOST_IN_MESSAGE)]
+    requests: Annotated[tuple[BlockedRequest, ...], msgspec.Meta(max_length=MAX_IN_MESSAGE)]
 
 
 # --- transfer control, source to target ---

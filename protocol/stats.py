@@ -15,7 +15,7 @@ import msgspec
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, Peer
 
-LEAST_STRETCH = 1.5
+MIN_STRETCH = 1.5
 """A promise that not even a request alone could keep limits a step to so many times what it takes alone."""
 
 

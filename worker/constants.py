@@ -5,9 +5,9 @@ The constants of the fit of step costs stand with their explanation in step_cost
 
 # --- Queue order and class shares ---
 
-LEAST_SHARE = 0.02
+MIN_SHARE = 0.02
 """Least share of a class, so that it progresses."""
-MOST_SHARE = 0.9
+MAX_SHARE = 0.9
 """Largest share of a class."""
 UNPROMISED_S = 60.0
 """Deadline of requests without a TTFT promise: after all others, and yet finite."""
@@ -15,9 +15,9 @@ PROMPT_TOKENS_PER_S = 512.0
 """Prompt tokens that count as a second of later arrival with `sjf`."""
 ANSWER_TOKENS_PER_S = 16.0
 """Answer tokens that count as a second of later arrival with `sjf`: each takes a step."""
-MOST_OVERTAKING_S = 60.0
+MAX_OVERTAKING_S = 60.0
 """Longest later arrival by which a shorter request still overtakes with `sjf`."""
-LEAST_CLASS_CHUNK = 64
+MIN_CLASS_CHUNK = 64
 """Tokens of the smallest chunk that a class gets before higher ones, unless a smaller one ends a prompt."""
 
 # --- Predicted lengths of answers ---
@@ -31,7 +31,7 @@ ANSWER_MEAN_WEIGHT = 0.05
 
 CHUNK_MULTIPLE = 16
 """Rows that kernels compute together: chunks of prompts are multiples of it where time is short."""
-MOST_BROKEN_REQUESTS = 16
+MAX_BROKEN_REQUESTS = 16
 """Requests in a row without sound logits after which the model counts as broken. One request alone may cause its own
 broken logits, by a prompt whose activations overflow."""
 AHEAD_S = 0.003
@@ -56,9 +56,9 @@ EXPERT_MEMORY_S = 60.0
 """Seconds after which a choice counts 1/e."""
 EXPERT_EXAMINE_S = 10.0
 """Seconds between examinations of all layers."""
-LEAST_CHOICES = 4.0
+MIN_CHOICES = 4.0
 """Recent choices of each expert, in the mean, that are needed for a decision."""
-LEAST_GAIN = 0.1
+MIN_GAIN = 0.1
 """Part of the mean load by which the busiest rank's load must fall for copies to change.
 
 The next counts may differ, and weights that move make steps longer. No expert is copied from a rank that is this near

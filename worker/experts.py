@@ -20,7 +20,7 @@ import numpy as np
 
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import NOBODY, ArrangeExperts, ExpertMove, LayerCopies
-from twostroke.worker.constants import EXPERT_EXAMINE_S, EXPERT_MEMORY_S, LEAST_CHOICES, LEAST_GAIN
+from twostroke.worker.constants import EXPERT_EXAMINE_S, EXPERT_MEMORY_S, MIN_CHOICES, MIN_GAIN
 
 ReadHits = Callable[[], np.ndarray[Any, np.dtype[np.int64]]]
 """[layers, experts]: how often each was chosen so far; zeros where a layer has none."""
@@ -68,14 +68,14 @@ def rank_loads(loads: Sequence[float], copies: LayerCopies) -> list[float]:
 
 
 def better_copies(loads: Sequence[float], now: LayerCopies) -> LayerCopies | None:
-    """The copies that should take the place of those `now`; None: none that are better by LEAST_GAIN.
+    """The copies that should take the place of those `now`; None: none that are better by MIN_GAIN.
 
     loads: of each expert, in any unit. A copy that is still wanted stays in its slot.
     """
     planned = _planned(loads, now)
     ranks = len(now.slots)
     gained = max(rank_loads(loads, now)) - max(rank_loads(loads, planned))
-    return planned if gained > LEAST_GAIN * sum(loads) / ranks else None
+    return planned if gained > MIN_GAIN * sum(loads) / ranks else None
 
 
 def _planned(loads: Sequence[float], now: LayerCopies) -> LayerCopies:
@@ -90,7 +90,7 @@ def _planned(loads: Sequence[float], now: LayerCopies) -> LayerCopies:
     def found() -> tuple[int, int] | None:
         """An expert, and a rank that should hold it, too."""
         busiest = max(range(ranks), key=totals.__getitem__)
-        if totals[busiest] * ranks <= (1 + LEAST_GAIN) * sum(totals):
+        if totals[busiest] * ranks <= (1 + MIN_GAIN) * sum(totals):
             return None
         before = sorted(totals, reverse=True)
         for expert in sorted(held[busiest], key=lambda one: -loads[one] / len(holders[one])):
@@ -202,7 +202,7 @@ class ExpertBalance:
             self._examined_at = self._clock()
         layer, loads = self._next_layer, self._load.recent()[self._next_layer].tolist()
         self._next_layer = (layer + 1) % len(self._used)
-        if sum(loads) < LEAST_CHOICES * len(loads) or not any(loads):
+        if sum(loads) < MIN_CHOICES * len(loads) or not any(loads):
             return
         planned = better_copies(loads, self._used[layer])
         if planned is not None:

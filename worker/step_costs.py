@@ -30,18 +30,18 @@ COLD_STEPS = 5
 FIRST_SAMPLES = 10  # behind the first fit
 BATCH = 32  # new steps after which costs are fitted: a fit for each would cost the event loop more
 KEPT = 16  # steps of a kind
-MOST_KINDS = 64
+MAX_KINDS = 64
 MEMORY = 100.0  # steps after which one counts 1/e
-LEAST_WEIGHT = 0.01  # of a step, however old
+MIN_WEIGHT = 0.01  # of a step, however old
 ROUNDS = 24  # most rounds of fitting
 SETTLED = 0.03  # a round that changes no step's expected time by more than this part has found what it could
-MOST_EDGE = 20.0  # of the first round: how far off a step may be, as a logarithm
+MAX_EDGE = 20.0  # of the first round: how far off a step may be, as a logarithm
 NARROWER = 4.0  # times, once that has settled
 EDGE = 4.0  # times the usual error: the least
-LEAST_ERROR = 0.02  # the usual error is taken to be at least this
-LEAST_S = 1e-9  # no step takes less
+MIN_ERROR = 0.02  # the usual error is taken to be at least this
+MIN_S = 1e-9  # no step takes less
 FAMILIAR_STEPS = 4  # steps of a shape after which its kernels are compiled and its costs known
-LEAST_PART = 0.05  # of what the steps taken in together mostly take: errors are relative to no less than this
+MIN_PART = 0.05  # of what the steps taken in together mostly take: errors are relative to no less than this
 
 # The ties. Reading all weights, which is most of the constant, takes a CPU as long as computing dozens of tokens, and a
 # GPU some hundred. What attention adds for each token looked at is 1/10,000 (160M parameters) to 1/30,000 (8B) of what
@@ -92,7 +92,7 @@ class StepContent(NamedTuple):
         if not self.rows or costs is None:
             return 1.0
         without = StepContent(0, 0.0, self.rows, self.context_tokens)
-        return 1.0 - without.expected_s(costs) / max(self.expected_s(costs), LEAST_S)
+        return 1.0 - without.expected_s(costs) / max(self.expected_s(costs), MIN_S)
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class StepCostFit:
             return
         self._is_plain |= is_plain
         self._num_told += 1
-        if self._num_told <= COLD_STEPS or seconds < LEAST_S:
+        if self._num_told <= COLD_STEPS or seconds < MIN_S:
             return
         self._num_samples += 1
         self._num_pending += 1
@@ -149,7 +149,7 @@ class StepCostFit:
         if self._expert_share:
             hits = (1.0 - (1.0 - self._expert_share) ** (content.prompt_tokens + content.rows),)
         kind.add((self._num_samples, 1.0, *content, *hits, seconds))
-        if len(self._kinds) > MOST_KINDS:
+        if len(self._kinds) > MAX_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if self._num_pending >= BATCH or self._num_samples == FIRST_SAMPLES:
             self.take_in()
@@ -164,7 +164,7 @@ class StepCostFit:
             [kind.each(self._num_samples) for kind in self._kinds.values()],
             [len(kind.samples) for kind in self._kinds.values()],
         )
-        weights = np.maximum(each, LEAST_WEIGHT)
+        weights = np.maximum(each, MIN_WEIGHT)
         self._solution = _fit(samples[:, 1:-1], samples[:, -1], weights, self._solution)
         base, token, pair, row, context, *experts = self._solution.tolist()
         self._costs = StepCosts(
@@ -213,10 +213,10 @@ def _fit(features: Array, seconds: Array, weights: Array, start: Array | None) -
     solution = _shared_out(features, seconds) if start is None else start
     expected = _expected(features, solution)
     usual_s = _median(seconds, weights)
-    edge = MOST_EDGE
+    edge = MAX_EDGE
     for _ in range(ROUNDS):
-        usual_error = max(LEAST_ERROR, _median(np.abs(np.log(seconds / expected)), weights))
-        least_edge = min(MOST_EDGE, EDGE * usual_error)
+        usual_error = max(MIN_ERROR, _median(np.abs(np.log(seconds / expected)), weights))
+        least_edge = min(MAX_EDGE, EDGE * usual_error)
         edge = max(edge, least_edge)
         left, right = _equations(features, seconds, expected, edge, weights)
         solution = _least(left + TIE * usual_error * _ties(solution, usual_s), right)
@@ -229,7 +229,7 @@ def _fit(features: Array, seconds: Array, weights: Array, start: Array | None) -
 
 
 def _expected(features: Array, solution: Array) -> Array:
-    return np.maximum(features @ solution, LEAST_S)
+    return np.maximum(features @ solution, MIN_S)
 
 
 def _median(values: Array, weights: Array) -> float:
@@ -286,10 +286,10 @@ def _equations(features: Array, seconds: Array, expected: Array, edge: float, we
 
     Errors are relative to the larger of the measured and the expected time. Otherwise a step that is far off would
     outweigh the rest, and a fit that expects far too little would stay there. They are relative to no less than
-    LEAST_PART of a usual step: of two steps that ended while the event loop was busy, the second seems to have taken no
+    MIN_PART of a usual step: of two steps that ended while the event loop was busy, the second seems to have taken no
     time.
     """
-    scale = np.maximum(np.maximum(seconds, expected), LEAST_PART * np.median(seconds))
+    scale = np.maximum(np.maximum(seconds, expected), MIN_PART * np.median(seconds))
     shares = features / scale[:, None]
     edged = np.clip(seconds, expected * np.exp(-edge), expected * np.exp(edge))
     weighted = shares.T * weights

@@ -21,7 +21,7 @@ from twostroke.protocol.errors import WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.config import WorkerConfig
-from twostroke.worker.constants import AHEAD_S, MOST_BROKEN_REQUESTS, WATCH_S
+from twostroke.worker.constants import AHEAD_S, MAX_BROKEN_REQUESTS, WATCH_S
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.step_costs import StepContent, StepCostFit
 
@@ -207,7 +207,7 @@ class LogitHealth:
         if ahead < 0 or not drawing:
             return None
         self._requests.update(drawing)
-        if len(self._requests) < MOST_BROKEN_REQUESTS:
+        if len(self._requests) < MAX_BROKEN_REQUESTS:
             return None
         return (
             f"all logits of the last {len(self._requests)} requests were NaN or infinite: the model's weights or its "

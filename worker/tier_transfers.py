@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 OFFER_S = 0.25
 """Seconds by which the wait for an offer exceeds the read's own deadline: the way of messages on a busy event loop."""
-MOST_RUNS = 64
+MAX_RUNS = 64
 """Runs of objects that wait for their transfer; more are dropped."""
 
 
@@ -96,7 +96,7 @@ class TierTransfers:
         token_s = 0.0 if costs is None else costs.prompt_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
         keeps = job.request.keep_s > 0
         for run in self.tiers.request_ended(hashes, job.request.client, keeps=keeps, token_s=token_s):
-            if len(self._runs) >= MOST_RUNS:
+            if len(self._runs) >= MAX_RUNS:
                 self.tiers.drop(run)
             else:
                 self._runs.append((run, hashes[run.first_row : run.end_row]))

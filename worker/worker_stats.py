@@ -9,7 +9,7 @@ from typing import Any
 from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import LEAST_STRETCH, QueuedWork, StepCosts, TransferStats
+from twostroke.protocol.stats import MIN_STRETCH, QueuedWork, StepCosts, TransferStats
 from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
 from twostroke.worker.scheduling.scheduler import HostBlocks, Scheduler, Swapping
 from twostroke.worker.scheduling.step_policy import PromisedBatch
@@ -148,7 +148,7 @@ def tightest_tpot_s(decoding: PromisedBatch, costs: StepCosts | None) -> float |
     """
     if decoding.tightest_s == math.inf or costs is None:
         return None if decoding.tightest_s == math.inf else decoding.tightest_s
-    return max(decoding.longest_s(costs), LEAST_STRETCH * decoding.lone_s(costs))
+    return max(decoding.longest_s(costs), MIN_STRETCH * decoding.lone_s(costs))
 
 
 def queued_work(work: Iterable[tuple[Promise, int]]) -> tuple[QueuedWork, ...]:

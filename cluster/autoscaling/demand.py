@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from twostroke.cluster.autoscaling.samples import Arrived, RoleSignals, Signals
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
-from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
+from twostroke.protocol.stats import MIN_STRETCH, StepCosts
 
 Series = NDArray[np.float64]
 
@@ -212,7 +212,7 @@ def longest_step_s(costs: StepCosts, tpot_s: float | None, spare: float) -> floa
     if tpot_s is None:
         return costs.weights_s / max(spare, MIN_SPARE)
     # An impossible promise is no reason for more.
-    return max(tpot_s * (1 - spare), costs.reading_s(1) * LEAST_STRETCH)
+    return max(tpot_s * (1 - spare), costs.reading_s(1) * MIN_STRETCH)
 
 
 RATE_S = 60.0
@@ -347,7 +347,7 @@ def aggregated_demand(signals: Signals, window: Window, config: AutoscalingConfi
     # have all experts read, whatever is promised.
     longest_s = longest_step_s(role.costs, signals.tpot_s, config.spare)
     if role.costs.experts_s:
-        longest_s = max(longest_s, LEAST_STRETCH * role.costs.weights_s)
+        longest_s = max(longest_s, MIN_STRETCH * role.costs.weights_s)
     pace_s = max(longest_s, each.step_s)
     rows = rows_at_once(window.span_s, window.requests, (window.mean_output or 0.0) * pace_s)
     prompts = prompt_work_s(role.costs, role.step_tokens, window)

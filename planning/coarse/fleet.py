@@ -15,7 +15,7 @@ from twostroke.planning.coarse.workers import (
     DecodingRow,
 )
 from twostroke.planning.queueing import HANDOVER_S, JOIN_STEPS
-from twostroke.router.generate.moves import AT_ONCE, LEAST_LEFT, LOOK_S, MOST_MOVES, REST_S
+from twostroke.router.generate.moves import AT_ONCE, LOOK_S, MAX_MOVES, MIN_LEFT, REST_S
 from twostroke.router.request_state import MoveReason
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
 
@@ -344,8 +344,8 @@ class _Run:
         request = row.request
         if reason == "drain":
             return True
-        is_long = request.output_tokens - worker.written(row) >= LEAST_LEFT
-        return is_long and request.num_moves < MOST_MOVES and self.fleet.now_s - request.came_s >= REST_S
+        is_long = request.output_tokens - worker.written(row) >= MIN_LEFT
+        return is_long and request.num_moves < MAX_MOVES and self.fleet.now_s - request.came_s >= REST_S
 
     def _move(self, row: DecodingRow, written: int, source: CoarseWorker, target: CoarseWorker) -> None:
         """The transfer is hidden behind the source's decoding; the stream waits for the tokens written since."""

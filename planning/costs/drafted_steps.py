@@ -1,7 +1,7 @@
 """Decode steps with drafts: the time of a step, and the tokens that it brings each request. Pure.
 
 **The text.** The share `repeated` of an answer's tokens is in pieces of STRETCH tokens that repeat, as in the exact
-simulation. A piece is predicted behind LEAST_MATCH tokens that have come before, one further on, and one more that is
+simulation. A piece is predicted behind MIN_MATCH tokens that have come before, one further on, and one more that is
 drawn while the step is decided. At its end the last prediction is wrong: of m + 1 predictions q = m / (m + 1) is right.
 
 **A request.** A draft of k tokens brings e = q + q^2 + ... + q^k of them. If the part a of the tokens comes in steps
@@ -23,10 +23,10 @@ from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.scheduling.scheduler import DRAFTS_BESIDE_PROMPTS
 from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.speculator import GAP_S, SEARCH_S
-from twostroke.worker.speculation.suffix_match import LEAST_MATCH
+from twostroke.worker.speculation.suffix_match import MIN_MATCH
 
-MAX_DRAFTED = SpeculationConfig().num_speculative_tokens
-PREDICTED = STRETCH - LEAST_MATCH - 2
+MOST_DRAFTED = SpeculationConfig().num_speculative_tokens
+PREDICTED = STRETCH - MIN_MATCH - 2
 """Tokens of a piece that are predicted."""
 RIGHT = PREDICTED / (PREDICTED + 1)
 """Chance that a predicted token is right, where those before it in the draft were."""

@@ -12,7 +12,7 @@ Streams leave a worker
 - whose blocks run out within CROWDED_S: the youngest of the lowest class, before it is preempted;
 - that is a prefill worker, as soon as prompts come: they would wait for whole steps of these.
 
-They go where there is room now. A stream moves at most MOST_MOVES times, at least REST_S apart, unless its worker
+They go where there is room now. A stream moves at most MAX_MOVES times, at least REST_S apart, unless its worker
 drains.
 
 To the records of workers and of poisonous requests (router/health) the first part is an attempt like others.
@@ -56,9 +56,9 @@ CROWDED_S = 2.0
 """A worker whose streams need all its free blocks within this time is crowded."""
 BUSY_SHARE = 0.25
 """Share of a prefill worker's time from which on prompts are said to come."""
-MOST_MOVES = 2
+MAX_MOVES = 2
 REST_S = 1.0
-LEAST_LEFT = 16
+MIN_LEFT = 16
 """Tokens that an answer must have left, at most, to be worth a move."""
 MOVE_LIMIT_S = 20.0
 """Seconds after which a first part is given up."""
@@ -181,8 +181,8 @@ class StreamMoves:
             return False
         if reason == "drain":
             return True
-        is_long = stream.request.max_tokens - len(stream.sent) >= LEAST_LEFT
-        return is_long and stream.num_moves < MOST_MOVES and now - stream.began >= REST_S
+        is_long = stream.request.max_tokens - len(stream.sent) >= MIN_LEFT
+        return is_long and stream.num_moves < MAX_MOVES and now - stream.began >= REST_S
 
     async def _move(self, stream: RunningStream, reason: MoveReason) -> None:
         """Have the target compute the sequence so far, and let the stream go on there."""

@@ -64,8 +64,8 @@ from twostroke.router.openai.responses import ResponseObject, ResponsesRequest, 
 from twostroke.router.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from twostroke.router.slo.classes import (
     CLASS_HEADER,
-    MOST_ASKED_PRIORITY,
-    MOST_MS,
+    MAX_ASKED_PRIORITY,
+    MAX_MS,
     PRIORITY_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
@@ -233,9 +233,9 @@ _GENERATES: dict[str, Any] = {
     "openapi_extra": {  # `promise_of` reads them
         "parameters": [
             _header(CLASS_HEADER, type="string"),
-            _header(TTFT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
-            _header(TPOT_HEADER, type="number", exclusiveMinimum=0, maximum=MOST_MS),
-            _header(PRIORITY_HEADER, type="integer", minimum=-MOST_ASKED_PRIORITY, maximum=MOST_ASKED_PRIORITY),
+            _header(TTFT_HEADER, type="number", exclusiveMinimum=0, maximum=MAX_MS),
+            _header(TPOT_HEADER, type="number", exclusiveMinimum=0, maximum=MAX_MS),
+            _header(PRIORITY_HEADER, type="integer", minimum=-MAX_ASKED_PRIORITY, maximum=MAX_ASKED_PRIORITY),
         ]
     },
 }

@@ -30,12 +30,12 @@ WORKERS_S = 0.25
 """Workers' numbers are no more frequent than that."""
 QUIET_S = 5.0
 """A sign of life where nothing happens, so that proxies leave the connection open."""
-MOST_S = 30.0
-MOST_SUBSCRIBERS = 16
-MOST_OF_ONE_KEY = 4
-MOST_SEQUENCES = 256
+MAX_S = 30.0
+MAX_SUBSCRIBERS = 16
+MAX_OF_ONE_KEY = 4
+MAX_SEQUENCES = 256
 """Most requests that a subscriber gets at a time, the oldest; of the others it gets the number."""
-MOST_ENDED = 512
+MAX_ENDED = 512
 """Sequences that the ring holds."""
 RECENT_S = 30.0
 """Seconds for which ended requests are still sent to a new subscriber."""
@@ -67,7 +67,7 @@ class Feed:
         self._clock = clock
         self._numbers = count(1)
         self._under_way: dict[RequestLog, int | None] = {}  # with their numbers, once they generate
-        self._ended: deque[Ended] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self._num_ended = 0  # those that have fallen out of the ring, too
         self._subscribers: Counter[str | None] = Counter()
 
@@ -86,8 +86,8 @@ class Feed:
     @contextmanager
     def _place(self, tenant: str | None) -> Iterator[None]:
         """Take a place for a subscriber, by the name of its API key. Raises RequestError (429) where all are taken."""
-        if self._subscribers.total() >= MOST_SUBSCRIBERS or (
-            tenant is not None and self._subscribers[tenant] >= MOST_OF_ONE_KEY
+        if self._subscribers.total() >= MAX_SUBSCRIBERS or (
+            tenant is not None and self._subscribers[tenant] >= MAX_OF_ONE_KEY
         ):
             raise RequestError("too many listen to the feed", code="rate_limit_exceeded", status=429, retry_after_s=5)
         self._subscribers[tenant] += 1
@@ -99,7 +99,7 @@ class Feed:
     async def events(self, tenant: str | None, *, sees_all: bool) -> AsyncGenerator[bytes, None]:
         """Server-sent events; always `aclose` it. A `tenant` sees its own requests alone, unless it `sees_all`.
 
-        They end after MOST_S, and before the router ends, which waits for them: subscribers then connect again.
+        They end after MAX_S, and before the router ends, which waits for them: subscribers then connect again.
         Raises RequestError (429) before the first where there are too many subscribers.
         """
         with self._place(tenant):
@@ -116,7 +116,7 @@ class Feed:
         yield _event("hello", now, router=self._router, sees="all" if sees_all else "own")
         while True:
             now = self._clock()
-            if now - began >= MOST_S or self._is_over():
+            if now - began >= MAX_S or self._is_over():
                 return
             events: list[bytes] = []
             missed = self._num_ended - seen - len(self._ended)
@@ -153,7 +153,7 @@ class Feed:
             if log.choices and (sees_all or log.tenant == tenant)
             for one in self._sequences(log)
         )
-        shown = [(name, _fields(log, state)) for log, (name, state) in islice(mine, MOST_SEQUENCES)]
+        shown = [(name, _fields(log, state)) for log, (name, state) in islice(mine, MAX_SEQUENCES)]
         return shown, sum(1 for _ in mine)
 
     def _sequences(self, log: RequestLog) -> Iterator[tuple[str, RequestState]]:

@@ -30,7 +30,7 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/status"})
 _TRACE_PARENT = re.compile(
     r"(?!ff|00.{53}-)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
 )
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 """Most workers of a role that a line names."""
 
 CLIENT_GONE = 499
@@ -191,5 +191,5 @@ def _fields(log: RequestLog) -> dict[str, Any]:
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
-    """Return each name once, the first _MOST_WORKERS of them."""
-    return list(islice(dict.fromkeys(filter(None, names)), _MOST_WORKERS))
+    """Return each name once, the first _MAX_WORKERS of them."""
+    return list(islice(dict.fromkeys(filter(None, names)), _MAX_WORKERS))

@@ -32,7 +32,7 @@ from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1
 MAX_RESPONSE_ITEMS = 2**20
-_LEAST_TOP_P = 1e-6
+_MIN_TOP_P = 1e-6
 """Least top_p of workers: clients may ask for 0; this leaves the likeliest token alone."""
 
 
@@ -321,7 +321,7 @@ class JobMaker:
         return SamplingParams(
             temperature=float(drawn.temperature),
             top_k=min(max(0, drawn.top_k), self._vocab_size()),
-            top_p=max(float(drawn.top_p), _LEAST_TOP_P),
+            top_p=max(float(drawn.top_p), _MIN_TOP_P),
             min_p=float(drawn.min_p),
             presence_penalty=float(body.presence_penalty or 0.0),
             frequency_penalty=float(body.frequency_penalty or 0.0),

@@ -271,7 +271,7 @@ def _clear(layer: _Layer, name: ShortName, keep: int) -> None:
         del layer[name]
 
 
-_MOST_TOKENS = 1 << 20
+_MAX_TOKENS = 1 << 20
 """Most tokens of the prompts whose names are kept."""
 
 
@@ -300,7 +300,7 @@ class PromptNames:
             last = hashes[-1] if hashes else root_hash(cache_salt)
             chain = self._chains[key] = _Chain(token_ids, [short_name(one) for one in hashes], last)
             self._num_tokens += len(token_ids)
-            while self._num_tokens > _MOST_TOKENS and len(self._chains) > 1:
+            while self._num_tokens > _MAX_TOKENS and len(self._chains) > 1:
                 _, oldest = self._chains.popitem(last=False)
                 self._num_tokens -= len(oldest.token_ids)
         else:

@@ -39,7 +39,7 @@ from twostroke.router.routing.workers import (
 HOP_S = 0.002
 """Seconds of any transfer, however short: offer, grant, commit and its answer."""
 
-LEAST_PROMPT_SHARE, MOST_PROMPT_SHARE = 0.05, 0.95
+MIN_PROMPT_SHARE, MOST_PROMPT_SHARE = 0.05, 0.95
 """Bounds of the share of a prefill worker's time that prompts are expected to take while an answer is written there.
 The first makes a pair the choice where it costs little: its stream waits for no prompt."""
 
@@ -183,7 +183,7 @@ def _keeps_promise(worker: KnownWorker, query: PathQuery) -> bool:
     """
     if worker.role == "decode" or query.promise.tpot_s is None:
         return True
-    return worker.requests == 0 and worker.prompt_share < LEAST_PROMPT_SHARE
+    return worker.requests == 0 and worker.prompt_share < MIN_PROMPT_SHARE
 
 
 def _as_guest(prefill: PrefillCost, decode: Sequence[KnownWorker], query: PathQuery) -> _PathCost:
@@ -193,7 +193,7 @@ def _as_guest(prefill: PrefillCost, decode: Sequence[KnownWorker], query: PathQu
     workers of the same machine, whose streams wait for them.
     """
     worker, then = prefill.worker, decode_cost(prefill.worker, query)
-    left = 1.0 - min(max(worker.prompt_share, LEAST_PROMPT_SHARE), MOST_PROMPT_SHARE)
+    left = 1.0 - min(max(worker.prompt_share, MIN_PROMPT_SHARE), MOST_PROMPT_SHARE)
     beside = _streams_beside(worker, decode)
     after_s = then.slot_s + (then.total_s - then.slot_s) * (1.0 + beside) / left
     return _PathCost(after_s, prefill, then, 0.0)
@@ -493,7 +493,7 @@ FIRST_ANSWER_TOKENS = 100.0
 """Expected length of an answer before any has ended."""
 ANSWER_WEIGHT = 0.02
 """Weight of an answer that has ended in the mean length."""
-_LEAST_S = 1e-3
+_MIN_S = 1e-3
 """Least time to first token, in seconds, when paths are compared."""
 
 
@@ -705,7 +705,7 @@ class PathChooser:
         path = cheapest_path(alone, decode, query, decodes_alone=False, rotation=self._rotation)
         if path.prefill is None or path.estimate is None:
             return None
-        slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _LEAST_S)
+        slower = _first_token_s(path.estimate) / max(_first_token_s(best.estimate), _MIN_S)
         if not self._cost_probes.is_due(worker, query.num_tokens, slower, now):
             return None
         return msgspec.structs.replace(path, is_cost_probe=True)

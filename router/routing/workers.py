@@ -217,7 +217,7 @@ requests, then those that have failed this one or can't be reached."""
 NO_STATS: Mapping[Peer, WorkerStats] = {}
 
 _NO_LIMIT_S = 1e9
-_LEAST_CHUNK = 16
+_MIN_CHUNK = 16
 """Least prompt tokens that decode workers compute in a step, however tight their streams' promises."""
 _TYPICAL_AGE_S = 1.0
 """Longest age in seconds of the typical costs of a role, which workers without their own get."""
@@ -308,7 +308,7 @@ class KnownWorker:
         rows_s = decoding * costs.row_s + context_tokens * costs.context_s
         self.step_s = step_s = costs.weights_s + rows_s
         room = (self.tightest_tpot_s - step_s) / costs.token_s if costs.token_s > 0 else info.max_step_tokens
-        self.chunk_tokens = max(_LEAST_CHUNK, min(info.max_step_tokens - decoding, room))
+        self.chunk_tokens = max(_MIN_CHUNK, min(info.max_step_tokens - decoding, room))
         self.stalled = decoding + 1 if self.role == "decode" else decoding
         self.queue_token_s = costs.token_s + step_s / self.chunk_tokens + costs.pair_s * half_prompt
 
@@ -534,7 +534,7 @@ _FORGOTTEN = 0.001
 """Part by which a rate returns to the first guess at each report, so that a worker judged slow is tried again."""
 _LEAST, _MOST = 1e6, 1e13
 """Bounds of a rate: an estimate that is always wrong must not grow for ever."""
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 """Least bytes of a transfer that measures a rate; smaller ones measure round trips."""
 
 
@@ -560,7 +560,7 @@ class LinkRates:
         self._counted[worker] = stats.transfer_bytes, stats.transfer_seconds
         rate = self.of(worker)
         rate += _FORGOTTEN * (FIRST_GUESS - rate)
-        if new_bytes >= _LEAST_BYTES and new_seconds > 0:
+        if new_bytes >= _MIN_BYTES and new_seconds > 0:
             rate = max(rate, new_bytes / new_seconds)
         self._rates[worker] = rate
 

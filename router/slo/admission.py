@@ -41,16 +41,16 @@ PROBE_S = 2.0
 """Time without any admission after which one is let in: predictions may be wrong, or a share was not given."""
 PRESSED_S = 2.0
 """Seconds after its last refusal for which a class counts as waiting for its share."""
-LEAST_AVAILABLE = 0.05
+MIN_AVAILABLE = 0.05
 """Least part of a worker that is taken to be left for a class, whatever higher classes want."""
-MOST_RETRY_AFTER_S = 60
+MAX_RETRY_AFTER_S = 60
 WANTED_S = 4.0
 """Seconds for which a wanted prompt counts. With more, idle workers refuse lower classes for long after an overload."""
 BLIND_S = 0.5
 """Time between two reports of a worker's numbers, in which they don't count what was sent."""
 _OFFERED_LATELY = 0.5
 """Requests, fading, from which on a class counts as in use."""
-_LEAST_WORK_S = 1e-6
+_MIN_WORK_S = 1e-6
 """Work below which a worker's load is forgotten."""
 
 Stats = Callable[[Peer], WorkerStats | None]
@@ -106,7 +106,7 @@ class PromptLoad:
 
     def is_forgotten(self, now: float) -> bool:
         """Return whether nothing has been wanted of it for long."""
-        return all(one.value(now) < _LEAST_WORK_S for one in self._wanted.values())
+        return all(one.value(now) < _MIN_WORK_S for one in self._wanted.values())
 
 
 class Admission:
@@ -259,7 +259,7 @@ class Admission:
         promise, load = request.promise, self._load(path, now)
         # Each of the other routers has probably sent as much as this one has, and the worker's stats don't tell of it.
         unseen_s = (self._num_routers - 1) * load.unseen_s(now)
-        left = max(1.0 - load.wanted_above(promise.priority, now), LEAST_AVAILABLE)
+        left = max(1.0 - load.wanted_above(promise.priority, now), MIN_AVAILABLE)
         predicted_s = (estimate.queue_s + unseen_s + estimate.prefill_s) / left
         stats = self._stats(path.prompt_worker.peer)
         if promise.share == 0 or stats is None:
@@ -310,7 +310,7 @@ class Admission:
             expected_s = self._untried_s(path, estimate, now)
         else:
             expected_s = fault.clears_in_s + history.backlog_s(now)
-        return math.ceil(min(max(expected_s, 1.0), float(MOST_RETRY_AFTER_S)))
+        return math.ceil(min(max(expected_s, 1.0), float(MAX_RETRY_AFTER_S)))
 
 
 def _tpot_s(estimate: PathEstimate, num_outputs: float) -> float:

@@ -21,10 +21,10 @@ from twostroke.protocol.requests import Promise
 from twostroke.protocol.settings import Interval, Section
 
 STANDARD = "standard"
-MOST_PRIORITY = 1000
+MAX_PRIORITY = 1000
 
 
-_LEAST_S = 0.5
+_MIN_S = 0.5
 """A rate over a shorter time would be that of a single event."""
 
 
@@ -54,7 +54,7 @@ class DecayingSum:
         """Return the rate a second over the last `memory_s` or so; at first, over the time that has passed."""
         if self._began is None:
             return 0.0
-        remembered = 1.0 - math.exp(-max(now - self._began, _LEAST_S) / self._memory_s)
+        remembered = 1.0 - math.exp(-max(now - self._began, _MIN_S) / self._memory_s)
         return self.value(now) / (self._memory_s * remembered)
 
 
@@ -67,7 +67,7 @@ class SLOClass(Section):
     """Promised time to first token; null: nothing is promised, so nothing is refused for being late."""
     tpot_s: PositiveFloat | None = None
     """Mean time between tokens after the first; the tightest that runs limits a decode worker's batch."""
-    priority: Annotated[int, Ge(-MOST_PRIORITY), Le(MOST_PRIORITY)] = 0
+    priority: Annotated[int, Ge(-MAX_PRIORITY), Le(MAX_PRIORITY)] = 0
     """A class with a higher one goes first, gives way last, and is shed last."""
     share: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of the workers' tokens that the class gets even where higher classes want all of them; 0: it may get
@@ -129,8 +129,8 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 PRIORITY_HEADER = "x-slo-priority"
 
-MOST_MS = 3_600_000.0
-MOST_ASKED_PRIORITY = 100
+MAX_MS = 3_600_000.0
+MAX_ASKED_PRIORITY = 100
 """Largest priority, in either direction, that a request may add to that of its class."""
 
 _DEFAULT_TIERS = ("auto", "default")
@@ -212,8 +212,8 @@ def _seconds(headers: Mapping[str, str], name: str, otherwise_s: float | None) -
         value = float(headers[name])
     except ValueError:
         value = 0.0
-    if not 0 < value <= MOST_MS:  # NaN is not
-        raise RequestError(f"{name}: must be milliseconds, above 0 and at most {MOST_MS:.0f}", param=name)
+    if not 0 < value <= MAX_MS:  # NaN is not
+        raise RequestError(f"{name}: must be milliseconds, above 0 and at most {MAX_MS:.0f}", param=name)
     return value / 1000
 
 
@@ -221,10 +221,10 @@ def _whole(text: str, name: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = MOST_ASKED_PRIORITY + 1
-    if abs(value) > MOST_ASKED_PRIORITY:
+        value = MAX_ASKED_PRIORITY + 1
+    if abs(value) > MAX_ASKED_PRIORITY:
         raise RequestError(
-            f"{name}: must be a whole number from {-MOST_ASKED_PRIORITY} to {MOST_ASKED_PRIORITY}", param=name
+            f"{name}: must be a whole number from {-MAX_ASKED_PRIORITY} to {MAX_ASKED_PRIORITY}", param=name
         )
     return value
 

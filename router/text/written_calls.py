@@ -400,12 +400,12 @@ def _plain(written: list[str], otherwise: Any = None) -> Any:
         return otherwise
 
 
-_WHITE = re.compile(r"\s*+")
+_PYTHON_WHITE = re.compile(r"\s*+")
 _NAME = re.compile(r"\s*+([A-Za-z_][A-Za-z0-9_-]*+)\s*+")
 _KEY = re.compile(r"\s*+([^\s=,()\[\]{}'\"]++)\s*+=")
 _SINGLE = re.compile(r"'((?:[^'\\]|\\.|'(?!\s*+(?:[,)\]}:]|\Z)))*+)'", re.DOTALL)
 _DOUBLE = re.compile(r'"((?:[^"\\]|\\.|"(?!\s*+(?:[,)\]}:]|\Z)))*+)"', re.DOTALL)
-_SCALAR = re.compile(r"[^\s,)\]}:]++")
+_PYTHON_SCALAR = re.compile(r"[^\s,)\]}:]++")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
@@ -447,7 +447,7 @@ class _PythonReader:
         return self._at == len(self._text)
 
     def skip_white(self) -> None:
-        self._take(_WHITE)
+        self._take(_PYTHON_WHITE)
 
     def calls(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the calls of a list, or one call without brackets."""
@@ -480,7 +480,7 @@ class _PythonReader:
         quote = self._text[self._at : self._at + 1]
         if quote in ("'", '"'):
             return _ESCAPE.sub(_meaning, self._take(_SINGLE if quote == "'" else _DOUBLE)[1])
-        word = self._take(_SCALAR)[0]
+        word = self._take(_PYTHON_SCALAR)[0]
         return _WORDS[word] if word in _WORDS else _number(word)
 
     def _until(self, end: str, item: Any) -> list[Any]:

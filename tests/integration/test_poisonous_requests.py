@@ -18,7 +18,7 @@ from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.router.text.grammar import of_regex
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
+from twostroke.worker.step_loop import MAX_BROKEN_REQUESTS
 
 PADDED = 4160
 """Tokens of the model below; its tokenizer has 4096."""
@@ -205,7 +205,7 @@ async def test_a_worker_with_broken_logits_answers_nothing_and_is_unhealthy(fold
             asked = [answer(served, a_request(prompt)) for prompt in PROMPTS]
             assert await asyncio.gather(*asked) == alone, "the other worker answers"
         info = served.fleet.infos[1]
-        for number in range(MOST_BROKEN_REQUESTS):
+        for number in range(MAX_BROKEN_REQUESTS):
             one = a_request((5, 6, 7), request_id=f"r{number}", router_id="router")
             with pytest.raises((RequestError, WorkerLost)):
                 await served.fleet.decode(info.peer, one, None)

@@ -210,7 +210,7 @@ async def test_what_a_router_knows_is_right_though_the_cache_changes_while_it_is
 async def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.protocol.blocks.MOST_CHANGES", 20)
+    monkeypatch.setattr("twostroke.protocol.blocks.MAX_CHANGES", 20)
     router = await scene.connect()
     router.ask()
     await asyncio.sleep(0.1)

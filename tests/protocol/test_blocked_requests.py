@@ -1,6 +1,6 @@
 """Blocked requests: how many a process remembers, for how long, and which of them it tells others."""
 
-from twostroke.protocol.blocked_requests import LONGEST_S, MOST_IN_MESSAGE, BlockedRequest, BlockedRequests
+from twostroke.protocol.blocked_requests import LONGEST_S, MAX_IN_MESSAGE, BlockedRequest, BlockedRequests
 from twostroke.protocol.messages import RequestsBlocked, encode_message
 from twostroke.protocol.network import MAX_PAYLOAD_BYTES
 
@@ -73,11 +73,11 @@ def test_no_request_is_blocked_for_longer_than_allowed():
 
 
 def test_the_largest_message_is_a_small_frame():
-    scene = Scene(most=2 * MOST_IN_MESSAGE)
-    for number in range(2 * MOST_IN_MESSAGE):
+    scene = Scene(most=2 * MAX_IN_MESSAGE)
+    for number in range(2 * MAX_IN_MESSAGE):
         scene.known.learn([about(number)])
     told = scene.known.latest()
     assert [request.fingerprint for request in told] == [
-        about(MOST_IN_MESSAGE + n).fingerprint for n in range(MOST_IN_MESSAGE)
+        about(MAX_IN_MESSAGE + n).fingerprint for n in range(MAX_IN_MESSAGE)
     ]
     assert len(encode_message(RequestsBlocked(told))) < MAX_PAYLOAD_BYTES / 250

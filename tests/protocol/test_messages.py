@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.protocol.corpus import CORPUS, TRANSFER_ID
-from twostroke.protocol.blocked_requests import MOST_IN_MESSAGE
+from twostroke.protocol.blocked_requests import MAX_IN_MESSAGE
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
@@ -210,7 +210,7 @@ def test_a_message_decodes_to_itself_and_to_nothing_where_it_is_cut_short_or_has
         ["RequestsBlocked", [[b"f" * 16, 0.0]]],
         ["RequestsBlocked", [[b"f" * 16, float("nan")]]],
         ["RequestsBlocked", [[b"f" * 16, 1e9]]],
-        ["RequestsBlocked", [[b"f" * 16, 1.0]] * (MOST_IN_MESSAGE + 1)],
+        ["RequestsBlocked", [[b"f" * 16, 1.0]] * (MAX_IN_MESSAGE + 1)],
     ],
 )
 def test_wrong_names_types_and_counts_are_refused(payload: object):

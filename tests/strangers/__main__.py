@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.strangers.cases import COMPLETION, cases
-from tests.strangers.checks import MOST_S, Case, Response, answered
+from tests.strangers.checks import MAX_S, Case, Response, answered
 
 PATIENCE_S = 120.0
 PLAIN_EVERY = 10
@@ -44,7 +44,7 @@ def problem_of(client: httpx.Client, case: Case) -> str | None:
         problem = case.check(response)
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
-    if problem is None and response.took_s > MOST_S:
+    if problem is None and response.took_s > MAX_S:
         return f"took {response.took_s:.1f} s"
     return problem
 

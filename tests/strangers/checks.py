@@ -10,7 +10,7 @@ import jsonschema
 Check = Callable[["Response"], str | None]
 """Returns the fault of a response; None where there is none."""
 
-MOST_S = 90.0  # for an answer of a few tokens: more is a request that hangs, and no busy machine
+MAX_S = 90.0  # for an answer of a few tokens: more is a request that hangs, and no busy machine
 
 
 @dataclass(frozen=True)

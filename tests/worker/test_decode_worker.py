@@ -9,7 +9,7 @@ from tests.rigs.played import played_by
 from tests.worker.worker_rig import Rig, a_moment, a_request, begin, expected, play, source_beside
 from twostroke.protocol.errors import TicketRefused, WorkerLost
 from twostroke.protocol.requests import DecodeReply, Promise
-from twostroke.protocol.stats import LEAST_STRETCH
+from twostroke.protocol.stats import MIN_STRETCH
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
@@ -159,5 +159,5 @@ async def test_a_promise_that_can_not_be_kept_is_reported_with_its_lower_bound(r
     stats = rig.worker.stats()
     assert stats.costs is not None
     alone_s = stats.costs.base_s + stats.costs.decode_s(1, stats.context_tokens)
-    assert stats.tightest_tpot_s == pytest.approx(LEAST_STRETCH * alone_s)
+    assert stats.tightest_tpot_s == pytest.approx(MIN_STRETCH * alone_s)
     await hopeless

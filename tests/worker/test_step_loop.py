@@ -15,7 +15,7 @@ from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.requests import SampledToken
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.scheduling.block_pool import BlockPool
-from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
+from twostroke.worker.step_loop import MAX_BROKEN_REQUESTS, LogitHealth, StepLoop, StepsUnderWay
 
 
 class Scene:
@@ -183,7 +183,7 @@ def test_a_steps_time_is_its_own_without_what_it_waited_behind_another():
 
 def test_a_model_is_broken_once_many_requests_in_a_row_have_no_sound_logits():
     health = LogitHealth()
-    names = [f"r{number}" for number in range(MOST_BROKEN_REQUESTS)]
+    names = [f"r{number}" for number in range(MAX_BROKEN_REQUESTS)]
     broken = 0
     for _ in range(1000):
         broken += 1

@@ -246,7 +246,7 @@ async def test_what_is_no_longer_cached_when_its_turn_comes_is_dropped(
 async def test_more_prompts_than_may_wait_for_their_transfer_are_dropped(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_transfers, "MOST_RUNS", 0)
+    monkeypatch.setattr(tier_transfers, "MAX_RUNS", 0)
     async with scene.worker() as rig:
         await rig.ask(a_request(42, keep_s=60.0))
         await idle(rig)

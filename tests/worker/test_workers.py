@@ -24,7 +24,7 @@ from twostroke.protocol.messages import Cancel, ChangeRole, Drain, Resume, SendP
 from twostroke.protocol.requests import Peer, Promise, SampledToken, SamplingParams, mint_ticket
 from twostroke.protocol.stats import STEP_ROLES, StepCosts
 from twostroke.worker.step_costs import COLD_STEPS, FIRST_SAMPLES, StepContent
-from twostroke.worker.step_loop import MOST_BROKEN_REQUESTS
+from twostroke.worker.step_loop import MAX_BROKEN_REQUESTS
 
 CHAT = Promise("chat", priority=2, share=0.5, tpot_s=0.05)
 BATCH = Promise("batch", priority=0, share=0.1)
@@ -398,7 +398,7 @@ async def test_a_worker_whose_logits_are_broken_request_after_request_is_unhealt
         return await step(batch, *rest)
 
     rig.engine.step = broken
-    for number in range(MOST_BROKEN_REQUESTS - 1):
+    for number in range(MAX_BROKEN_REQUESTS - 1):
         await rig.ask(a_request(10 + number, f"r{number}"))
         rig.worker.check_health()
     await asyncio.gather(begin(rig.ask(a_request(9, "last"))), return_exceptions=True)

@@ -14,8 +14,8 @@ be longer by as much, less the time of the drafts' rows. Newcomers are taken to 
 
 **Prompts beside decodes.** Where decoding requests were promised a time per token, prompts get what that leaves.
 Without promises a step with prompts may take what `longest_chunk` prompt tokens take on this worker, within
-LEAST_STALL_S and `most_stall_s`. On a decode worker that is a pause that people hardly notice between two words. A step
-whose decodes alone take that long may become LEAST_GROWTH times as long. The settings `max_stall_s` and `stall_factor`
+MIN_STALL_S and `most_stall_s`. On a decode worker that is a pause that people hardly notice between two words. A step
+whose decodes alone take that long may become MIN_GROWTH times as long. The settings `max_stall_s` and `stall_factor`
 replace this rule.
 
 **The queue**, the same in both roles. Higher priorities go first. Within one priority, requests that have tokens
@@ -23,7 +23,7 @@ already (resumed or preempted ones) go before those that have none: their client
 
     edf    by the deadline of the first token: least time left first; without a promise, UNPROMISED_S are assumed
     sjf    by the tokens to be computed, fewest first: those of the prompt, and on a decode worker those predicted for
-           the answer (`AnswerLengths`). They count as a later arrival, by MOST_OVERTAKING_S at most: no request
+           the answer (`AnswerLengths`). They count as a later arrival, by MAX_OVERTAKING_S at most: no request
            overtakes one that arrived that much earlier
     fcfs   by arrival
 
@@ -43,17 +43,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from twostroke.protocol.requests import Promise
-from twostroke.protocol.stats import LEAST_STRETCH, StepCosts
+from twostroke.protocol.stats import MIN_STRETCH, StepCosts
 from twostroke.worker.config import QueuePolicy, WorkerConfig
 from twostroke.worker.constants import (
     ANSWER_MEAN_WEIGHT,
     ANSWER_TOKENS_PER_S,
     CHUNK_MULTIPLE,
     FIRST_ANSWER_TOKENS,
-    LEAST_CLASS_CHUNK,
-    LEAST_SHARE,
-    MOST_OVERTAKING_S,
-    MOST_SHARE,
+    MAX_OVERTAKING_S,
+    MAX_SHARE,
+    MIN_CLASS_CHUNK,
+    MIN_SHARE,
     PROMPT_TOKENS_PER_S,
     UNPROMISED_S,
 )
@@ -134,7 +134,7 @@ class ClassShares:
         for name, promise in {promise.class_name: promise for promise in waiting}.items():
             to_higher = sum(tokens for other, tokens in given.items() if other.priority > promise.priority)
             to_it = sum(tokens for other, tokens in given.items() if other.class_name == name)
-            share = min(max(promise.share, LEAST_SHARE), MOST_SHARE)
+            share = min(max(promise.share, MIN_SHARE), MAX_SHARE)
             # x of T tokens are its share once it saves x / (T - x) of the tokens that others get.
             left = self._saved.get(name, 0.0) + to_higher * share / (1 - share) - to_it
             if left > 0:
@@ -163,7 +163,7 @@ def turn_of(job: WorkerJob, policy: QueuePolicy, answer_tokens: float = 0.0) -> 
 def shortest_first(arrived_at: float, prompt_tokens: int, answer_tokens: float) -> float:
     """Return the time at which a request counts as arrived: the more tokens it has, the later."""
     later_s = prompt_tokens / PROMPT_TOKENS_PER_S + answer_tokens / ANSWER_TOKENS_PER_S
-    return arrived_at + min(later_s, MOST_OVERTAKING_S)
+    return arrived_at + min(later_s, MAX_OVERTAKING_S)
 
 
 def turns(ready: Sequence[Sequence[WorkerJob]], shares: ClassShares) -> Iterator[tuple[WorkerJob, int]]:
@@ -178,7 +178,7 @@ def turns(ready: Sequence[Sequence[WorkerJob]], shares: ClassShares) -> Iterator
                 firsts[name] = min(firsts.get(name, job), job, key=_turn)
         for job in sorted(firsts.values(), key=_turn):
             saved = shares.saved(job.request.promise.class_name)
-            if saved >= (job.num_indivisible or min(LEAST_CLASS_CHUNK, job.num_to_compute)):
+            if saved >= (job.num_indivisible or min(MIN_CLASS_CHUNK, job.num_to_compute)):
                 yield job, saved
     for job in heapq.merge(*ready, key=_turn):
         yield job, NO_LIMIT
@@ -238,9 +238,9 @@ def _groups(class_name: str, num_prompt_tokens: int) -> Iterator[Group]:
 
 CAUTIOUS_CHUNK = 64
 """Prompt tokens beside decodes while step costs are not known."""
-LEAST_STALL_S = 0.05
+MIN_STALL_S = 0.05
 """Least bound of a step's time with prompts, without promises and settings: an accelerator keeps to it."""
-LEAST_GROWTH = 1.75
+MIN_GROWTH = 1.75
 """Factor by which prompts may always lengthen a step of decodes: otherwise they would never progress."""
 
 
@@ -286,11 +286,11 @@ class StepBudget:
             bounds_s.append(self.config.max_stall_s)
         if self.config.stall_factor is not None:
             bounds_s.append(self.config.stall_factor * alone_s)
-        return min(bounds_s, default=max(self.usual_stall_s(costs), LEAST_GROWTH * beside_s))
+        return min(bounds_s, default=max(self.usual_stall_s(costs), MIN_GROWTH * beside_s))
 
     def usual_stall_s(self, costs: StepCosts) -> float:
         """Return the longest time of a step without promises and without settings."""
-        return min(max(costs.weights_s + costs.prompt_s(self.longest_chunk), LEAST_STALL_S), self.most_stall_s)
+        return min(max(costs.weights_s + costs.prompt_s(self.longest_chunk), MIN_STALL_S), self.most_stall_s)
 
 
 @dataclass(slots=True)
@@ -359,7 +359,7 @@ class Places:
         batch.add(job)
         if costs is None or batch.num_rows == 1 or batch.tightest_s == math.inf:
             return True
-        return batch.plain_s(costs) <= max(batch.longest_s(costs, self._safety), LEAST_STRETCH * batch.lone_s(costs))
+        return batch.plain_s(costs) <= max(batch.longest_s(costs, self._safety), MIN_STRETCH * batch.lone_s(costs))
 
     def take(self, job: WorkerJob) -> None:
         """Give the job a place."""

@@ -18,15 +18,15 @@ from twostroke.worker.speculation.speculator import AcceptanceRates, OwnAcceptan
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_BYTES = 96
+MAX_BYTES = 96
 """Longest text that is looked for at once; each byte takes about 3 us."""
-MOST_BETWEEN = 20
+MAX_BETWEEN = 20
 """Most bytes beside white space that may begin a token of JSON. Inside of a string there are more."""
-MOST_DRAWN = 2048
+MAX_DRAWN = 2048
 """Most tokens that are taken in at once: a longer answer that goes on after a hand-over has no forced text any more."""
 SLOW_S, MOST_SLOW = 0.002, 3
 """A request goes on without where taking in its tokens took so long so often. Usual grammars take 0.1 to 0.2 ms."""
-MOST_TAIL = 48
+MAX_TAIL = 48
 """Last bytes of the answer that gaps are found in."""
 _WHITE = b" \t\r\n"
 _WHITE_BITS = sum(1 << byte for byte in _WHITE)
@@ -98,7 +98,7 @@ class ForcedText:
         return [self._num_led / self._num_free] * int(self._length)
 
     def _take(self, matcher: "LLMatcher", drawn: Sequence[int], rates: AcceptanceRates) -> None:
-        if len(drawn) > MOST_DRAWN:
+        if len(drawn) > MAX_DRAWN:
             self._matcher = None
             return
         for token_id in drawn:
@@ -113,11 +113,11 @@ class ForcedText:
         data = self._tokenizer.decode_bytes(list(drawn))
         self._pending += data
         self._text = self._text[len(data) :] if self._text.startswith(data) else b""
-        if not self._text or (self._is_cut and len(self._text) < MOST_BYTES // 2):
+        if not self._text or (self._is_cut and len(self._text) < MAX_BYTES // 2):
             self._follow(matcher)
             self._text = b"" if matcher.is_error() else self._search(matcher)
             matcher.rollback(len(self._text))
-            self._is_cut = len(self._text) >= MOST_BYTES
+            self._is_cut = len(self._text) >= MAX_BYTES
             self._expected.clear()
         if not self._expected and self._text:
             self._expected = self._split(self._text)
@@ -136,7 +136,7 @@ class ForcedText:
             self._gaps[before, after] = gap
             if before != b'"':  # which may begin a string
                 self._gaps[before, b""] = gap
-        end = len(tail) - len(tail[-MOST_TAIL:].lstrip(_WHITE))  # no indentation is cut in two
+        end = len(tail) - len(tail[-MAX_TAIL:].lstrip(_WHITE))  # no indentation is cut in two
         self._indent, self._tail = _indent(tail[:end], self._indent), tail[end:]
 
     def _split(self, text: bytes) -> list[int]:
@@ -149,18 +149,18 @@ class ForcedText:
         return token_ids[:end][::-1]
 
     def _search(self, matcher: "LLMatcher") -> bytes:
-        """Return what the grammar forces from where `matcher` is, up to MOST_BYTES and a gap. The matcher takes it in.
+        """Return what the grammar forces from where `matcher` is, up to MAX_BYTES and a gap. The matcher takes it in.
 
         A copy of it would take longer the longer the answer is.
         """
         text, last = bytearray(), self._tail[-1:]
-        while len(text) < MOST_BYTES and not matcher.is_stopped():
+        while len(text) < MAX_BYTES and not matcher.is_stopped():
             mask = int.from_bytes(matcher.compute_bitmask(), "little")
             allowed, may_end = mask & _ALL_BITS, mask > _ALL_BITS
             others = allowed & ~_WHITE_BITS
             only = others or allowed
             follows = b"" if may_end or only.bit_count() != 1 else bytes((only.bit_length() - 1,))
-            if others != allowed and others and last not in _WHITE and others.bit_count() <= MOST_BETWEEN:
+            if others != allowed and others and last not in _WHITE and others.bit_count() <= MAX_BETWEEN:
                 follows = self._gap(last, follows, text) or follows
             if not follows or not matcher.consume_tokens(list(follows)):
                 break

@@ -36,7 +36,7 @@ from twostroke.protocol.kv_layout import STATE_WINDOW, KVGroups
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import SequenceState, WorkerJob
 from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.suffix_match import END, MOST_MATCH, AnswerCorpus, Match, SuffixTokens
+from twostroke.worker.speculation.suffix_match import END, MAX_MATCH, AnswerCorpus, Match, SuffixTokens
 
 DraftSource = Literal["own", "answers", "prediction", "grammar", "mtp"]
 """The request's own tokens, earlier answers, the client's prediction from its beginning on, a grammar's forced text, or
@@ -49,8 +49,8 @@ OWN_MEMORY = 0.9
 _PRIOR = 4.0  # predictions that the first guess counts as
 _OWN_PRIOR = 3.0  # right ones
 _SURE = 0.98
-_LIMITS = (3, 4, 6, 9, 15, MOST_MATCH)  # the longest match of each kind
-_KIND = tuple(next(kind for kind, most in enumerate(_LIMITS) if length <= most) for length in range(MOST_MATCH + 1))
+_LIMITS = (3, 4, 6, 9, 15, MAX_MATCH)  # the longest match of each kind
+_KIND = tuple(next(kind for kind, most in enumerate(_LIMITS) if length <= most) for length in range(MAX_MATCH + 1))
 _FIRST_GUESS = (0.3, 0.45, 0.6, 0.7, 0.8, 0.9)
 MTP_LENGTH = _LIMITS[3]
 """Length of the match that a prediction of an MTP head counts as: heads are first taken to be right so often."""
@@ -69,12 +69,12 @@ class AcceptanceRates:
 
     def rate(self, source: DraftSource, length: int) -> float:
         """Return the chance that a match of so many tokens predicts the next one."""
-        kind = _KIND[min(length, MOST_MATCH)]
+        kind = _KIND[min(length, MAX_MATCH)]
         return self._right[source][kind] / self._all[source][kind]
 
     def note(self, source: DraftSource, length: int, *, is_right: bool) -> None:
         """Learn from one prediction."""
-        kind = _KIND[min(length, MOST_MATCH)]
+        kind = _KIND[min(length, MAX_MATCH)]
         self._right[source][kind] = MEMORY * self._right[source][kind] + is_right
         self._all[source][kind] = MEMORY * self._all[source][kind] + 1.0
 
@@ -149,11 +149,11 @@ FORCED_SHARE = 0.1
 """Share of a step that may pass while grammars' forced text is looked for; requests beyond go on without."""
 PATIENCE, SELDOM = 16, 4
 """Requests whose text has repeated nothing for so many tokens are searched at each fourth token alone."""
-LEAST_CHANCE = 0.05
+MIN_CHANCE = 0.05
 """Less likely tokens are never drafted."""
-MOST_COUNTED = 8192
+MAX_COUNTED = 8192
 """Longest context that is drafted with penalties: each row counts the tokens before it."""
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 """Last tokens of an answer that later ones may draft from."""
 
 _log = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class RequestPredictor:
             self._tokens.extend((*request.prediction, END))
             self._num_before = len(self._tokens)
             self._tokens.extend(sequence.token_ids[: request.num_prompt_tokens])
-            self._match, self._source = Match(self._tokens, 0, MOST_MATCH), "prediction"
+            self._match, self._source = Match(self._tokens, 0, MAX_MATCH), "prediction"
             self.catch_up()
         else:
             self._tokens.extend(sequence.token_ids)
@@ -237,7 +237,7 @@ class RequestPredictor:
         chance = 1.0
         for step, (token_id, right) in enumerate(self._predicted(most + skip)):
             chance *= right
-            if chance < LEAST_CHANCE:
+            if chance < MIN_CHANCE:
                 break
             if step >= skip:
                 token_ids.append(token_id)
@@ -288,8 +288,8 @@ class RequestPredictor:
 
     def _search(self) -> None:
         self._match, self._source = self._tokens.longest_match(), "own"
-        if self._corpus is not None and (self._match is None or self._match.length < MOST_MATCH):
-            other = self._corpus.longest_match(self._salt, self._tokens.last(MOST_MATCH))
+        if self._corpus is not None and (self._match is None or self._match.length < MAX_MATCH):
+            other = self._corpus.longest_match(self._salt, self._tokens.last(MAX_MATCH))
             if other is not None and (self._match is None or other.length > self._match.length):
                 self._match, self._source = other, "answers"
 
@@ -360,7 +360,7 @@ class Speculator:
         """Keep a request's answer for later ones, and forget the request."""
         job.predictor = None
         if self.corpus is not None:
-            begin = max(job.request.num_prompt_tokens, len(job.sequence.token_ids) - MOST_KEPT)
+            begin = max(job.request.num_prompt_tokens, len(job.sequence.token_ids) - MAX_KEPT)
             self.corpus.add(job.request.cache_salt, job.sequence.token_ids[begin:])
 
     def _predictor(self, job: WorkerJob) -> RequestPredictor:
@@ -373,7 +373,7 @@ class Speculator:
     def _draft(self, job: WorkerJob, skip: int = 0) -> Draft | None:
         """Return what may be drafted for a request, behind the next `skip` tokens."""
         most = min(self._most, _most_useful(job) - skip)
-        if most <= 0 or (is_penalised(job.request.sampling) and len(job.sequence.token_ids) > MOST_COUNTED):
+        if most <= 0 or (is_penalised(job.request.sampling) and len(job.sequence.token_ids) > MAX_COUNTED):
             return None
         predictor = self._predictor(job)
         token_ids, chances = predictor.predict(most, skip)

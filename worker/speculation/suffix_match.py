@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-LEAST_MATCH = 3
+MIN_MATCH = 3
 """Tokens that must agree before a continuation is worth a guess."""
-MOST_MATCH = 24
+MAX_MATCH = 24
 """Longer matches are no better."""
 END = -1
 """Stands behind a text that nothing continues."""
@@ -58,7 +58,7 @@ class Match:
     def follow(self) -> None:
         """Go on by one token, which was the predicted one."""
         self.next_place += 1
-        self.length = min(self.length + 1, MOST_MATCH)
+        self.length = min(self.length + 1, MAX_MATCH)
 
 
 class SuffixTokens:
@@ -82,11 +82,11 @@ class SuffixTokens:
             self._keys = np.concatenate((self._keys[:begin], np.zeros(room - begin, np.int64)))
         self._tokens[begin:end] = token_ids
         self._count = end
-        first = max(begin, LEAST_MATCH - 1)
+        first = max(begin, MIN_MATCH - 1)
         if first < end:
             wide = self._tokens[first - 2 : end]
             self._keys[first:end] = wide[:-2] << 2 * _BITS | wide[1:-1] << _BITS | wide[2:]
-        self._keys[begin : min(end, LEAST_MATCH - 1)] = -1
+        self._keys[begin : min(end, MIN_MATCH - 1)] = -1
 
     def token_at(self, place: int) -> int | None:
         """Implement TokenSource."""
@@ -105,13 +105,13 @@ class SuffixTokens:
     def longest_match(self) -> Match | None:
         """Return the longest earlier occurrence of the last tokens, the latest of several."""
         count = self._count
-        if count <= LEAST_MATCH or (key := self._keys[count - 1]) < 0:
+        if count <= MIN_MATCH or (key := self._keys[count - 1]) < 0:
             return None
         ends = np.flatnonzero(self._keys[: count - 1] == key)
         if not len(ends):
             return None
-        length = LEAST_MATCH
-        while length < min(MOST_MATCH, count - 1):
+        length = MIN_MATCH
+        while length < min(MAX_MATCH, count - 1):
             longer = ends[ends >= length]
             longer = longer[self._tokens[longer - length] == self._tokens[count - 1 - length]]
             if not len(longer):
@@ -145,19 +145,19 @@ class _Answers:
         self._tokens += token_ids
         for offset, token_id in enumerate(token_ids):
             key = (key << _BITS | token_id) & _KEY
-            if offset >= LEAST_MATCH - 1:
+            if offset >= MIN_MATCH - 1:
                 self._places[key] = begin + offset + 1
         self._tokens.append(END)  # no match goes over into the next answer
 
     def longest_match(self, tail: Sequence[int]) -> Match | None:
         """Return the last occurrence of the end of `tail`."""
         key = 0
-        for token_id in tail[-LEAST_MATCH:]:
+        for token_id in tail[-MIN_MATCH:]:
             key = key << _BITS | token_id
         place = self._places.get(key)
         if place is None or self.token_at(place) is None:
             return None
-        length = LEAST_MATCH
+        length = MIN_MATCH
         while length < min(len(tail), place) and self._tokens[place - 1 - length] == tail[-1 - length]:
             length += 1
         return Match(self, place, length)
@@ -179,7 +179,7 @@ class AnswerCorpus:
     def add(self, salt: bytes, token_ids: Sequence[int]) -> None:
         """Keep an answer. One that is too short to be found, or larger than a part, is not kept."""
         part = self._most // 4
-        if not LEAST_MATCH < len(token_ids) < part:
+        if not MIN_MATCH < len(token_ids) < part:
             return
         young, old = self._tenants.pop(salt) if salt in self._tenants else (_Answers(), _Answers())
         if len(young) + len(token_ids) >= part:
@@ -195,7 +195,7 @@ class AnswerCorpus:
 
     def longest_match(self, salt: bytes, tail: Sequence[int]) -> Match | None:
         """Return the occurrence of the end of `tail` in the tenant's answers, a young one first."""
-        if len(tail) < LEAST_MATCH or salt not in self._tenants:
+        if len(tail) < MIN_MATCH or salt not in self._tenants:
             return None
         self._tenants.move_to_end(salt)
         young, old = self._tenants[salt]

@@ -9,7 +9,7 @@ import pytest
 from tests.router.routing.knowing import Rig, request
 from twostroke.protocol.requests import Peer, PrefillReply, Promise, TokenEvent
 from twostroke.protocol.stats import QueuedWork
-from twostroke.router.generate.moves import AT_ONCE, LEAST_LEFT, MOST_MOVES, REST_S, RunningStream, StreamMoves
+from twostroke.router.generate.moves import AT_ONCE, MAX_MOVES, MIN_LEFT, REST_S, RunningStream, StreamMoves
 from twostroke.router.request_state import SuspectRequest
 
 LONG_AGO = -100.0
@@ -117,7 +117,7 @@ async def test_streams_of_a_worker_with_room_stay(scene):
 async def test_all_streams_leave_a_worker_that_drains_however_young_short_or_often_moved(scene):
     scene.drain()
     scene.add("young", began=0.0)
-    scene.add("often moved", num_moves=MOST_MOVES)
+    scene.add("often moved", num_moves=MAX_MOVES)
     scene.add("short", max_tokens=6)
     scene.add("not begun", num_sent=0)
     assert await scene.look() == ["young", "often moved", "short"]
@@ -167,9 +167,9 @@ async def test_the_youngest_of_the_lowest_class_leaves_a_crowded_worker_first(sc
 @pytest.mark.parametrize(
     "unfit",
     [
-        {"num_moves": MOST_MOVES},
+        {"num_moves": MAX_MOVES},
         {"began": -0.9 * REST_S},
-        {"max_tokens": 5 + LEAST_LEFT - 1},
+        {"max_tokens": 5 + MIN_LEFT - 1},
         {"num_sent": 0},
     ],
     ids=["moved often", "just came", "nearly done", "not begun"],
@@ -242,7 +242,7 @@ async def test_two_crowded_workers_do_not_hand_a_stream_to_and_fro():
         if scene.ended:
             where, began, num_moves = scene.calls.targets[-1], scene.clock.now, num_moves + 1
             moved_at.append(scene.clock.now)
-    assert len(moved_at) == MOST_MOVES
+    assert len(moved_at) == MAX_MOVES
     assert all(later - earlier >= REST_S for earlier, later in pairwise((0.0, *moved_at)))
 
 

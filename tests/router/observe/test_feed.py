@@ -13,7 +13,7 @@ from twostroke.protocol.requests import Address, GenerateRequest, Peer, Sampling
 from twostroke.protocol.stats import WorkerInfo
 from twostroke.router.fleet import Path
 from twostroke.router.observe import feed as feed_module
-from twostroke.router.observe.feed import MOST_ENDED, MOST_OF_ONE_KEY, MOST_SEQUENCES, MOST_SUBSCRIBERS, Feed
+from twostroke.router.observe.feed import MAX_ENDED, MAX_OF_ONE_KEY, MAX_SEQUENCES, MAX_SUBSCRIBERS, Feed
 from twostroke.router.observe.request_log import RequestLog
 from twostroke.router.request_state import (
     AttemptContext,
@@ -142,23 +142,23 @@ async def test_who_reads_slowly_is_told_what_he_missed_and_nothing_queues_up() -
     async with aclosing(feed.events(None, sees_all=True)) as events:
         await look(events)
         await look(events)
-        for _ in range(MOST_ENDED + 30):
+        for _ in range(MAX_ENDED + 30):
             ended(feed, begun(feed))
         told = await look(events)
         assert told[0]["kind"] == "lagged"
         assert told[0]["missed"] == 30
-        assert len([one for one in told if one["kind"] == "sequence"]) == MOST_ENDED
+        assert len([one for one in told if one["kind"] == "sequence"]) == MAX_ENDED
         begun(feed)
         assert [one["kind"] for one in await look(events)] == ["sequence"]
 
 
 async def test_of_many_sequences_the_oldest_are_told_and_of_the_others_their_number() -> None:
     feed = a_feed(Clock())
-    begun(feed, choices=MOST_SEQUENCES + 7)
+    begun(feed, choices=MAX_SEQUENCES + 7)
     async with aclosing(feed.events(None, sees_all=True)) as events:
         await look(events)
         *sequences, workers = await look(events)
-        assert len(sequences) == MOST_SEQUENCES
+        assert len(sequences) == MAX_SEQUENCES
         assert workers["hidden"] == 7
 
 
@@ -175,8 +175,8 @@ async def test_who_comes_later_is_told_what_ended_lately() -> None:
 
 async def test_only_so_many_may_listen_and_one_key_has_few_of_the_places() -> None:
     feed = a_feed(Clock())
-    listening = [feed.events("ann", sees_all=False) for _ in range(MOST_OF_ONE_KEY)]
-    listening += [feed.events(None, sees_all=True) for _ in range(MOST_SUBSCRIBERS - MOST_OF_ONE_KEY - 1)]
+    listening = [feed.events("ann", sees_all=False) for _ in range(MAX_OF_ONE_KEY)]
+    listening += [feed.events(None, sees_all=True) for _ in range(MAX_SUBSCRIBERS - MAX_OF_ONE_KEY - 1)]
     for one in listening:
         await anext(one)
     with pytest.raises(RequestError, match="too many"):
@@ -198,7 +198,7 @@ async def test_it_ends_by_itself_and_when_the_router_is_about_to_end() -> None:
     async with aclosing(feed.events(None, sees_all=True)) as events:
         await look(events)
         await look(events)
-        clock.now += feed_module.MOST_S
+        clock.now += feed_module.MAX_S
         assert [one async for one in events] == []
     is_over = True
     async with aclosing(feed.events(None, sees_all=True)) as events:

@@ -210,7 +210,7 @@ def test_a_prompt_is_hashed_once_for_each_block_size(monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(block_index, "_MOST_TOKENS", 100)
+    monkeypatch.setattr(block_index, "_MAX_TOKENS", 100)
     return PromptNames()
 
 

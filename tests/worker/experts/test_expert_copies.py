@@ -7,7 +7,7 @@ import pytest
 
 from twostroke.protocol.messages import NOBODY, ArrangeExperts, ExpertMove, LayerCopies
 from twostroke.worker.experts import (
-    LEAST_GAIN,
+    MIN_GAIN,
     ExpertBalance,
     ExpertLoad,
     Room,
@@ -41,7 +41,7 @@ def test_whatever_the_loads_no_rank_gets_busier_and_plans_come_to_rest(seed: int
         planned = better_copies(loads, copies)
         if planned is not None:
             check(planned, number, slots)
-            assert max(rank_loads(loads, planned)) < before - LEAST_GAIN * sum(loads) / ranks
+            assert max(rank_loads(loads, planned)) < before - MIN_GAIN * sum(loads) / ranks
             assert better_copies(loads, planned) is None, "the same loads ask for nothing more"
             for old, new in zip(copies.slots, planned.slots, strict=True):
                 for place, expert in enumerate(old):

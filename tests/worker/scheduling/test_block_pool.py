@@ -377,7 +377,7 @@ def test_the_beginning_of_each_window_is_announced_once() -> None:
 
 
 def test_too_many_changes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.protocol.blocks.MOST_CHANGES", 3)
+    monkeypatch.setattr("twostroke.protocol.blocks.MAX_CHANGES", 3)
     changes = BlockChanges(lambda: None)
     for number in range(3):
         changes.published(name(number))

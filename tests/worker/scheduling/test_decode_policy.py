@@ -9,7 +9,7 @@ from twostroke.decode_worker.policy import DecodePolicy
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.scheduling.job import SequenceState, WorkerJob
-from twostroke.worker.scheduling.step_policy import CAUTIOUS_CHUNK, LEAST_STALL_S, tokens_in
+from twostroke.worker.scheduling.step_policy import CAUTIOUS_CHUNK, MIN_STALL_S, tokens_in
 
 # 10 ms a step, 1 ms a prompt token, 10 us a pair, 2 ms a row, 10 us a token of context
 COSTS = StepCosts(base_s=0.010, token_s=0.001, pair_s=0.00001, row_s=0.002, context_s=0.00001)
@@ -98,7 +98,7 @@ def test_where_nothing_is_set_a_step_takes_what_a_long_chunk_takes_within_what_p
     # 10 ms and 384 tokens of 0.5 ms each
     assert usual_stall_s(StepCosts(0.010, 0.0005, 0.0, 0.002, 0.00001)) == pytest.approx(0.202)
     assert usual_stall_s(COSTS) == DecodePolicy.most_stall_s, "384 tokens and their pairs take more than 0.59 s"
-    assert usual_stall_s(StepCosts(0.005, 0.00001, 0.0, 0.0, 0.0)) == LEAST_STALL_S
+    assert usual_stall_s(StepCosts(0.005, 0.00001, 0.0, 0.0, 0.0)) == MIN_STALL_S
     assert chunk() == 128, "250 ms: 237 more are 139.6 tokens"
 
 

@@ -12,9 +12,9 @@ from twostroke.worker.scheduling.scheduler import jobs_to_preempt
 from twostroke.worker.scheduling.step_policy import (
     ANSWER_TOKENS_PER_S,
     FIRST_ANSWER_TOKENS,
-    LEAST_CLASS_CHUNK,
-    LEAST_SHARE,
-    MOST_OVERTAKING_S,
+    MAX_OVERTAKING_S,
+    MIN_CLASS_CHUNK,
+    MIN_SHARE,
     NO_LIMIT,
     PROMPT_TOKENS_PER_S,
     AnswerLengths,
@@ -76,7 +76,7 @@ def test_a_long_answer_counts_as_a_later_arrival_but_never_by_more_than_the_boun
         return turn_of(Waiting(0, arrived_at, num_uncached=0), "sjf", answer_tokens)[2]
 
     assert turn_s(10) < turn_s(40) == 40 / ANSWER_TOKENS_PER_S
-    assert turn_s(1e9) < turn_s(0, MOST_OVERTAKING_S + 0.1)
+    assert turn_s(1e9) < turn_s(0, MAX_OVERTAKING_S + 0.1)
 
 
 def test_the_first_to_arrive_goes_first() -> None:
@@ -122,8 +122,8 @@ def test_a_class_has_what_it_saved_before_higher_ones_and_the_rest_in_its_turn()
 @pytest.mark.parametrize(
     ("num_uncached", "num_indivisible", "tokens", "goes_ahead"),
     [
-        (500, 0, LEAST_CLASS_CHUNK, True),
-        (500, 0, LEAST_CLASS_CHUNK - 1, False),
+        (500, 0, MIN_CLASS_CHUNK, True),
+        (500, 0, MIN_CLASS_CHUNK - 1, False),
         (9, 0, 9, True),
         (500, 500, 499, False),
     ],
@@ -171,7 +171,7 @@ def test_a_class_without_a_share_progresses_too() -> None:
     shares = ClassShares()
     for _ in range(100):
         shares.settle({HIGH: 98}, [Promise("poor", priority=0)])
-    assert shares.saved("poor") == pytest.approx(100 * 98 * LEAST_SHARE / (1 - LEAST_SHARE), abs=1)
+    assert shares.saved("poor") == pytest.approx(100 * 98 * MIN_SHARE / (1 - MIN_SHARE), abs=1)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])

@@ -14,7 +14,7 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.grammars import Grammars, _of_bytes, _thread_with_stack
 from twostroke.router.text.grammar import of_lark, of_schema
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.worker.speculation.forced_text import MOST_BYTES, MOST_DRAWN, SLOW_S, ForcedText
+from twostroke.worker.speculation.forced_text import MAX_BYTES, MAX_DRAWN, SLOW_S, ForcedText
 from twostroke.worker.speculation.speculator import AcceptanceRates
 
 PROMPT = [1, 2, 3]
@@ -135,14 +135,14 @@ def test_a_grammar_that_fails_forces_nothing(tokenizer: LLTokenizer) -> None:
     broken.catch_up([*PROMPT, tokenizer.vocab_size + 5], len(PROMPT), AcceptanceRates())
     assert broken.predict(5, AcceptanceRates()) == []
     resumed = ForcedText(_of_bytes(of_lark('start: (/[ab]/ "cd")*')), tokenizer, lambda: 0.0)
-    resumed.catch_up([*PROMPT, *tokenizer.tokenize_str("acdb") * (MOST_DRAWN + 1)], len(PROMPT), AcceptanceRates())
+    resumed.catch_up([*PROMPT, *tokenizer.tokenize_str("acdb") * (MAX_DRAWN + 1)], len(PROMPT), AcceptanceRates())
     assert (resumed.predict(5, AcceptanceRates()), resumed.chances_soon()) == ([], [])
 
 
 def test_no_grammar_keeps_the_event_loop(tokenizer: LLTokenizer) -> None:
     """A long text is looked for in parts, and whatever a grammar costs, a step's search is short."""
     long_text = Writing(of_schema({"const": "ab cd " * 1000}), tokenizer)
-    assert 0 < len(long_text.write("")) <= MOST_BYTES
+    assert 0 < len(long_text.write("")) <= MAX_BYTES
     slow: list[tuple[str, float]] = []
     with _thread_with_stack(2**28) as thread:
         for name, grammar in bombs().items():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.worker.speculation.suffix_match import LEAST_MATCH, MOST_MATCH, AnswerCorpus, SuffixTokens
+from twostroke.worker.speculation.suffix_match import MAX_MATCH, MIN_MATCH, AnswerCorpus, SuffixTokens
 
 WIDE = 2**21 - 1  # the largest token id
 
@@ -17,9 +17,9 @@ def longest(tokens: Sequence[int]) -> tuple[int, int] | None:
     best: tuple[int, int] | None = None
     for place in range(1, len(tokens)):
         length = 0
-        while length < min(place, MOST_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
+        while length < min(place, MAX_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
             length += 1
-        if length >= LEAST_MATCH and (best is None or length >= best[1]):
+        if length >= MIN_MATCH and (best is None or length >= best[1]):
             best = place, length
     return best
 
