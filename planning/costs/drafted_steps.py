@@ -25,7 +25,7 @@ from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.speculation.speculator import GAP_S, SEARCH_S
 from twostroke.worker.speculation.suffix_match import MIN_MATCH
 
-MOST_DRAFTED = SpeculationConfig().num_speculative_tokens
+MAX_DRAFTED = SpeculationConfig().num_speculative_tokens
 PREDICTED = STRETCH - MIN_MATCH - 2
 """Tokens of a piece that are predicted."""
 RIGHT = PREDICTED / (PREDICTED + 1)
