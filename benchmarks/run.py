@@ -313,7 +313,7 @@ class Bench:
             done = self._search(server, plan, folder, load.search)
         self._runs.setdefault(name, {}).setdefault(server_name, []).append(done)
         self._owned_blocks = max(self._owned_blocks, owned_blocks_when_settled(server.url))
-        say(f"round {number + 1} {name:<10}{server_name:<14}{_line(done)}")
+        say(f"round {number + 1}  {name:<12}  {server_name:<14}  {_line(done)}")
         time.sleep(SETTLE_S)
 
     def _load_plan(self, server: RunningServer, load: PlannedLoad, seed: int, name: str = "warm-up") -> Plan:

@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -69,9 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `twostroke bench gpu`."""
     parser.add_argument("--only", default=",".join(KINDS), help=f"of {','.join(KINDS)}; default: all")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds that all rows may take; default: 480")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="launch every row's kernels in Triton's interpreter, on tiny sizes"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,11 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--only: {', '.join(unknown)} is none of {', '.join(KINDS)}")
     if not args.budget > 0:
         raise ConfigError(f"--budget: {args.budget:g} is no number of seconds above 0")
-    if args.dry_run:  # Triton reads the variable as it is imported
-        command = [sys.executable, "-m", "twostroke.benchmarks.gpu.dry_run", str(args.budget), *chosen]
-        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     if not torch.cuda.is_available():
-        raise ConfigError("bench gpu needs a CUDA device, and torch finds none here; --dry-run needs none")
+        raise ConfigError("bench gpu needs a CUDA device, and torch finds none here")
     device = torch.device("cuda", torch.cuda.current_device())
     place = GpuPlace(device, GpuTarget.of_device(device), CudaClock(), lambda: Recorder(device))
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from tests.model.conftest import write_checkpoint
-from twostroke.benchmarks.gpu.interpreter import bf16_interpreter
+from tests.rigs.triton_interpreter import bf16_interpreter
 
 __all__ = ["write_checkpoint"]
 

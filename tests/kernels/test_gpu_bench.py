@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.model.conftest import TINY as TINY_MODEL
+from tests.rigs.gpu_dry_run import DRY, TINY
 from twostroke.benchmarks.gpu import command as gpu
 from twostroke.benchmarks.gpu.command import Kind
-from twostroke.benchmarks.gpu.dry_run import DRY, TINY
 from twostroke.benchmarks.gpu.limits import GpuLimits, GpuPlace, LimitRow, Sizes
 from twostroke.cluster.cli import main
 from twostroke.model.checkpoint.config_file import parse_model_config
@@ -179,9 +179,7 @@ def test_the_json_is_printed_when_somebody_interrupts(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts without a GPU")
 def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gpu"]) == 2
-    assert capsys.readouterr().err == (
-        "twostroke: bench gpu needs a CUDA device, and torch finds none here; --dry-run needs none\n"
-    )
+    assert capsys.readouterr().err == ("twostroke: bench gpu needs a CUDA device, and torch finds none here\n")
     for arguments, fault in ((["--only", "prefil"], "prefil is none of steps"), (["--budget", "0"], "--budget: 0 is")):
         assert main(["bench", "gpu", *arguments]) == 2
         assert fault in capsys.readouterr().err

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from tests.model.conftest import draw_batch, make_decoder
-from twostroke.benchmarks.gpu.dry_run import Repeating
+from tests.rigs.gpu_dry_run import Repeating
 from twostroke.model import load
 from twostroke.model.costs.sizes import StepBounds
 from twostroke.model.cpu.backend import CpuBackend

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.conftest import make_decoder
-from twostroke.benchmarks.gpu.dry_run import Repeating
+from tests.rigs.gpu_dry_run import Repeating
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import KVCache

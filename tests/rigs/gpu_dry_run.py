@@ -1,17 +1,11 @@
-"""`python -m twostroke.benchmarks.gpu.dry_run BUDGET KIND...`: `twostroke bench gpu` on a host without a GPU.
+"""Sizes and a place for `twostroke bench gpu` in Triton's interpreter: as many rows, over heads and blocks of the real
+sizes but few of them. Times mean nothing here; that no row dies of a typo does."""
 
-Launches the same kernels in Triton's interpreter, which TRITON_INTERPRET=1 has to ask for: as many rows, over heads and
-blocks of the real sizes but few of them. Times mean nothing here; that no row dies of a typo does.
-"""
-
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from twostroke.benchmarks.gpu.command import measure_all
-from twostroke.benchmarks.gpu.interpreter import bf16_interpreter
 from twostroke.benchmarks.gpu.limits import GpuPlace, Sizes
 from twostroke.benchmarks.random_model import MODELS
 from twostroke.model.checkpoint.config_file import parse_model_config
@@ -95,12 +89,3 @@ class Repeating(Recorder):
 
 
 DRY = GpuPlace(torch.device("cpu"), H100, WallClock(), Repeating)
-
-
-def main(budget_s: float, chosen: Sequence[str]) -> int:
-    with bf16_interpreter():
-        return measure_all(TINY, DRY, chosen, budget_s)
-
-
-if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Triton's CPU interpreter with bf16 put right: for tests, and for `twostroke bench gpu --dry-run`."""
+"""Triton's CPU interpreter with bf16 put right."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
