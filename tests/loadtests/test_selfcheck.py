@@ -1,29 +1,128 @@
-"""The real generator against the stub server, its records against the stub's log, and what a script's answer is worth.
+"""The real generator against a stub server whose every instant is known: its times, rate, attainment and verdict.
 
-No timing is asserted: delays are generous.
+Times and rates are asserted by `-m wide` alone, on a machine with nothing else to do; elsewhere delays are generous.
 """
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from tests.loadtests.selfcheck import MIXED_RATE, check_attainment, rate_error, scripts, timing_errors
-from tests.loadtests.stub_server import SCENARIOS, StubRequest, key_of, script_of
+from tests.loadtests.stub_server import (
+    MIXED_LIMIT_S,
+    MIXED_SLO,
+    MODEL,
+    SCENARIOS,
+    VOCABULARY,
+    Script,
+    StubRequest,
+    key_of,
+    script_of,
+    stub_server,
+)
 from twostroke.loadtests import LoadTestError
+from twostroke.loadtests.generator.runner import run_plan
+from twostroke.loadtests.plan import SLO, Constant, Fixed, Plan, Poisson, Session
+from twostroke.loadtests.report.estimates import percentile
+from twostroke.loadtests.report.figures import Summary, summarise
 from twostroke.loadtests.run_folder import Record, RunFolder
+from twostroke.loadtests.workloads.prompts import token_ids
 from twostroke.loadtests.workloads.sessions import sessions
+
+INPUT_TOKENS = 64
+STREAMS = 50  # at once, of each sending process
+STREAM_TOKENS = 250  # 20 ms after each other, on average
+STREAM_S = 0.275 + (STREAM_TOKENS - 1) * 0.02
+STEADY_SLO = SLO(ttft_s=0.2)  # P99 of the lag may be 5% of it: 10 ms
+MIXED_RATE = 20.0
+FLOOD_RATE = 10_000.0  # requests a second, several times what one process can send
+MAX_TIME_ERROR_S = 0.010  # P99
+MAX_RATE_ERROR = 0.01
+
+
+PLAN = Plan(
+    url="",
+    model=MODEL,
+    max_context=INPUT_TOKENS + STREAM_TOKENS,
+    arrivals=Constant(1.0),
+    workload=Fixed(INPUT_TOKENS, 2),
+    slo=SLO(),
+    seconds=1.0,
+    vocabulary=VOCABULARY,
+    request_limit_s=60.0,
+)
+
+
+def timing_errors(records: Iterable[Record], served: Sequence[StubRequest]) -> tuple[list[float], list[float]]:
+    """Return the errors of the generator's TTFT and ITL against the stub's, for all whole answers, in seconds.
+
+    TTFT runs from the scheduled instant to the first token, against the stub's time from the request's last byte to
+    that token, so lateness in sending is an error too. ITL compares each gap. Raises LoadTestError where a record
+    has no request at the stub, or another number of tokens, and where there are no gaps.
+    """
+    by_key = {f"{each.key:x}": each for each in served}
+    ttft_s: list[float] = []
+    itl_s: list[float] = []
+    for record in records:
+        if record.status != "ok" or record.ttft_s is None:
+            continue
+        stub = by_key.get(record.request_id or "")
+        if stub is None or len(stub.token_s) != len(record.token_s):
+            raise LoadTestError(f"session {record.session} got another number of tokens than the stub has sent")
+        ttft_s.append(abs(record.ttft_s - (stub.token_s[0] - stub.arrived_s)))
+        itl_s += [abs(gap - (b - a)) for gap, (a, b) in zip(record.gaps_s, pairwise(stub.token_s), strict=True)]
+    if not itl_s:
+        raise LoadTestError("no answer of two tokens or more came whole: there are no times to compare")
+    return ttft_s, itl_s
+
+
+def rate_error(rate: float, served: Sequence[StubRequest]) -> float:
+    """Return the relative error of the rate at which requests reached the stub."""
+    if len(served) < 2:
+        raise LoadTestError(f"the stub got {len(served)} requests: nothing can be said of their rate")
+    arrived = sorted(each.arrived_s for each in served)
+    return abs((len(arrived) - 1) / (arrived[-1] - arrived[0]) / rate - 1)
+
+
+def scripts(plan: Plan, scenario: str, sessions: Iterable[Session]) -> list[Script]:
+    """Return what the stub does with each session's only request."""
+    turns = [session.turns[0] for session in sessions]
+    return [script_of(scenario, key_of(token_ids(turn.prompt, plan.vocabulary)), turn.output_tokens) for turn in turns]
+
+
+def analytic_attainment(plan: Plan, scenario: str, sessions: Iterable[Session]) -> float:
+    """The share of the requests scheduled after the warm-up whose script meets the plan's SLO."""
+    judged = scripts(plan, scenario, (session for session in sessions if session.at_s >= plan.warm_up_s))
+    return sum(script.meets(plan.slo) for script in judged) / len(judged)
+
+
+def carry_out(plan: Plan, scenario: str, folder: Path) -> tuple[RunFolder, Summary, list[StubRequest]]:
+    """Run against a stub of this scenario, into a subfolder of its name."""
+    with stub_server(scenario) as (url, served):
+        run = run_plan(msgspec.structs.replace(plan, url=url, name=f"selfcheck {scenario}"), folder / scenario)
+    return run, summarise(run), served
 
 
 def test_attainment_is_what_was_built_into_the_answers_and_every_session_is_sent_once(tmp_path: Path) -> None:
-    found = check_attainment(tmp_path, seconds=2.0)
-    assert found["attainment_error"] < 1e-9
-    assert 0.2 < found["attainment"] < 0.9
-    run = RunFolder(tmp_path / "mixed")
+    asked = msgspec.structs.replace(
+        PLAN,
+        arrivals=Poisson(MIXED_RATE),
+        slo=MIXED_SLO,
+        seconds=2.0,
+        warm_up_s=0.2,
+        request_limit_s=MIXED_LIMIT_S,
+    )
+    run, summary, _ = carry_out(asked, "mixed", tmp_path)
+    assert summary.attainment is not None
+    assert summary.attainment.value == pytest.approx(analytic_attainment(asked, "mixed", sessions(asked)), abs=1e-9)
+    assert 0.2 < summary.attainment.value < 0.9
     records = list(run.records())
     planned = list(sessions(run.plan()))
     assert sorted(record.session for record in records) == [session.index for session in planned]
     assert abs(len(planned) - 2 * MIXED_RATE) < 25
-    assert found["num_requests"] == sum(session.at_s >= run.plan().warm_up_s for session in planned)
+    assert summary.counts.scheduled == sum(session.at_s >= run.plan().warm_up_s for session in planned)
     played = scripts(run.plan(), "mixed", planned)
     for record in records:
         script = played[record.session]
@@ -34,6 +133,30 @@ def test_attainment_is_what_was_built_into_the_answers_and_every_session_is_sent
     assert {record.status for record in records} == {"ok", "refused", "failed"}
     assert {script.ending for script in played} == {"whole", "broken", "silent"}
     assert 1 in {record.output_tokens for record in records}
+
+
+@pytest.mark.wide
+def test_times_and_the_rate_are_the_stubs_own_with_as_many_streams_as_a_process_may_have(tmp_path: Path) -> None:
+    rate = STREAMS / STREAM_S
+    steady = msgspec.structs.replace(
+        PLAN,
+        arrivals=Constant(rate),
+        workload=Fixed(INPUT_TOKENS, STREAM_TOKENS),
+        slo=STEADY_SLO,
+        seconds=30.0,
+        warm_up_s=STREAM_S,  # until then there are fewer streams
+    )
+    run, summary, served = carry_out(steady, "steady", tmp_path)
+    ttft_s, itl_s = timing_errors((each for each in run.records() if each.scheduled_s >= steady.warm_up_s), served)
+    assert summary.validity.valid
+    assert max(percentile(ttft_s, 99) or 1.0, percentile(itl_s, 99) or 1.0) <= MAX_TIME_ERROR_S
+    assert rate_error(rate, served) <= MAX_RATE_ERROR
+
+
+@pytest.mark.wide
+def test_more_than_one_process_can_send_is_no_verdict_on_the_server(tmp_path: Path) -> None:
+    flood = msgspec.structs.replace(PLAN, arrivals=Constant(FLOOD_RATE), slo=MIXED_SLO)
+    assert not carry_out(flood, "immediate", tmp_path)[1].validity.valid
 
 
 def record(

@@ -1,19 +1,10 @@
-"""Traces: two of public files, by hand, and synthetic ones that imitate them. The rate is scaled, not the burstiness.
+"""Synthetic traces that imitate public ones."""
 
-A rate is raised by putting several requests in each one's place, within a second after it; times are never compressed,
-so bursts come as suddenly, last as long, and are as far above the mean.
-"""
-
-import csv
 import random
 from dataclasses import dataclass
-from datetime import datetime
 from math import cos, log, pi
-from pathlib import Path
 
 from twostroke.planning.coarse.workers import CoarseRequest
-
-DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -29,55 +20,9 @@ class Trace:
         return [CoarseRequest(*one) for one in self.requests]
 
 
-def azure_file(path: Path, copies: int = 1, seed: int = 0) -> Trace:
-    """A file of Azure's 2023 traces, each request `copies` times."""
-    rng = random.Random(seed)
-    with path.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
-    begin = _azure_time(rows[0]["TIMESTAMP"])
-    requests = []
-    for row in rows:
-        at_s = _azure_time(row["TIMESTAMP"]) - begin
-        tokens = int(row["ContextTokens"]), max(1, int(row["GeneratedTokens"]))
-        requests += [(at_s + (rng.random() if copy else 0.0), *tokens) for copy in range(copies)]
-    return _trace(f"{path.stem} x{copies}", requests)
-
-
-def begun_later(trace: Trace, by_s: float) -> Trace:
-    """The same from `by_s` on, and then its beginning: what comes of it must not hang on when its bursts come."""
-    whole_s = trace.ends_s + 1.0
-    requests = [((at_s - by_s) % whole_s, prompt, output) for at_s, prompt, output in trace.requests]
-    return _trace(f"{trace.name}, from {by_s:g} s on", requests, trace.ends_s)
-
-
-def servegen_day(rates: Path, lengths: Path, model: str, day: int, peak_rps: float, seed: int = 0) -> Trace:
-    """A day of ServeGen's 10-minute rates, the highest scaled to `peak_rps`: Poisson within a window, lengths drawn.
-
-    Windows without any rate are gaps in the source: they get the rate of the window before.
-    """
-    with rates.open(newline="") as lines:
-        of_model = [float(row["rate_rps"]) for row in csv.DictReader(lines) if row["model"] == model]
-    windows = of_model[day * 144 : (day + 1) * 144]
-    for index, rate in enumerate(windows):
-        if rate <= 0:
-            windows[index] = windows[index - 1] if index else max(windows)
-    with lengths.open(newline="") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["model"] == model]
-    bins = {name: _bins(rows, name) for name in ("input_tokens", "output_tokens")}
-    rng = random.Random(seed)
-    scale = peak_rps / max(windows)
-    requests = []
-    for index, rate in enumerate(windows):
-        times = _poisson(rng, rate * scale, index * 600.0, 600.0)
-        prompts, outputs = (_drawn(rng, *bins[name], len(times)) for name in ("input_tokens", "output_tokens"))
-        requests += zip(times, prompts, outputs, strict=True)
-    return _trace(f"servegen {model} day {day}", requests, DAY_S)
-
-
 def bursts(seed: int, seconds: float, rate: float = 1.0) -> Trace:
     """Return a trace like Azure's code trace: silences of 50 s on average, then 35 s of seconds that differ by
-    lognormal factors. At `rate` 1 some 2.6 requests a second, gaps with a CV of about 13, up to 70 in one second;
-    lengths as there.
+    lognormal factors.
 
     At `rate` 1 some 2.6 requests a second, gaps with a CV of about 13, up to 70 in one second; lengths as there.
     """
@@ -130,16 +75,6 @@ def steps(
     return _trace("steps", requests, ends_s)
 
 
-def _bins(rows: list[dict[str, str]], name: str) -> tuple[list[tuple[int, int]], list[float]]:
-    of_name = [row for row in rows if row["field"] == name]
-    bounds = [(int(row["tokens_from"]), int(row["tokens_to"])) for row in of_name]
-    return bounds, [float(row["prob"]) for row in of_name]
-
-
-def _drawn(rng: random.Random, bins: list[tuple[int, int]], weights: list[float], count: int) -> list[int]:
-    return [max(1, rng.randint(*bounds)) for bounds in rng.choices(bins, weights, k=count)]
-
-
 def _poisson(rng: random.Random, rate: float, begin_s: float, span_s: float) -> list[float]:
     times = []
     at_s = begin_s
@@ -154,10 +89,6 @@ def _poisson(rng: random.Random, rate: float, begin_s: float, span_s: float) -> 
 def _trace(name: str, requests: list[tuple[float, int, int]], ends_s: float | None = None) -> Trace:
     ordered = tuple(sorted(requests))
     return Trace(name, ordered, ordered[-1][0] if ends_s is None else ends_s)
-
-
-def _azure_time(text: str) -> float:
-    return datetime.fromisoformat(text[:26]).timestamp()  # of seven digits after the point Python reads six
 
 
 def _between(value: float, low: int, high: int) -> int:

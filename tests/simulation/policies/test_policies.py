@@ -1,7 +1,4 @@
-"""Routing policies, crowds and overload on two prefill and two decode workers, and what would be without safeguards.
-
-`python -m tests.simulation.policies` compares the policies.
-"""
+"""Routing policies, crowds and overload on two prefill and two decode workers, and what would be without safeguards."""
 
 import random
 from collections.abc import Callable, Sequence
