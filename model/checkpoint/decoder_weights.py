@@ -97,28 +97,44 @@ class _ModuleLoader:
         self.backend = backend
         self.shard = shard
 
-    def weight(self, parts: Iterable[Part]) -> Weight:
-        """Return this rank's rows of parts one below the other: in the checkpoint's form, or dequantised where the
-        setting asks for another form or the parts' forms differ."""
+    def weight(self, module: Module) -> Weight:
+        """Return this rank's rows of a module: in the checkpoint's form, or dequantised where the setting asks for
+        another form or the parts' forms differ."""
+        return self._together(self._weights(module.parts))
+
+    def _weights(self, parts: Iterable[Part], expert: int = 0) -> list[Weight]:
+        """Return this rank's rows of parts, of experts those of one, which read nothing of the others."""
         found: list[Weight] = []
         # Neighbours that choose among the same rows read them once.
         for (tensor, rows, columns), chosen in groupby(parts, key=lambda part: (part.tensor, part.rows, part.columns)):
-            cut, same = rows.on(self.shard), list(chosen)
-            weight = self.checkpoint.weight(tensor, cut, WHOLE if columns is None else columns.on(self.shard))
+            same = list(chosen)
+            cut, inputs = rows.on(self.shard), WHOLE if columns is None else columns.on(self.shard)
+            order = None
             if len(same) > 1 or same[0].order is not None:
-                places = torch.cat([_places(part, cut.stop - cut.start) for part in same])
-                weight = weight[places] if isinstance(weight, Tensor) else weight.rows(places)
-            if isinstance(weight, Tensor):
-                found.append(weight.to(device=self.options.device, dtype=self.options.dtype).contiguous())
-            elif self.options.quantization == "auto":
-                found.append(weight.to(self.options.device))
+                order = torch.cat([_places(part, cut.stop - cut.start) for part in same])
+            if same[0].is_stacked:
+                stack = self.checkpoint.weight(tensor, slice(expert, expert + 1))
+                if isinstance(stack, Tensor):
+                    weight: Weight = (stack[0] if same[0].layout == "stack" else stack[0].T)[cut, inputs]
+                else:
+                    weight = stack.rows(cut).columns(inputs)
             else:
-                found.append(self.plain(weight).to(self.options.device))
-        if len(found) == 1:
-            return found[0]
-        quantized = [weight for weight in found if isinstance(weight, QuantizedWeight)]
-        together = one_below_the_other(quantized) if len(quantized) == len(found) else None
-        return torch.cat([self.plain(weight) for weight in found]) if together is None else together
+                weight = self.checkpoint.weight(expert_name(tensor, expert), cut, inputs)
+            if order is not None:
+                weight = weight[order] if isinstance(weight, Tensor) else weight.rows(order)
+            found.append(weight)
+        return found
+
+    def _together(self, weights: Sequence[Weight], is_of_experts: bool = False) -> Weight:
+        """Return weights one below the other, quantised where the setting and their forms allow it."""
+        dtype, device = self.options.dtype, self.options.device
+        quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
+        if len(quantized) == len(weights) and self.options.quantization == "auto":
+            together = one_below_the_other(quantized)
+            if together is not None and not (is_of_experts and together.order is not None):  # no kernel knows theirs
+                return together.to(device)
+        plain = [self.plain(found).to(device=device, dtype=dtype) for found in weights]
+        return plain[0].contiguous() if len(plain) == 1 else torch.cat(plain)
 
     def plain(self, weight: Weight) -> Tensor:
         """Return a weight without quantisation."""
@@ -150,7 +166,7 @@ class _ModuleLoader:
 
     def linear(self, module: Module) -> Linear:
         """Return a projection. Of one that is cut by columns the bias counts once among the ranks."""
-        weight, quantization = self.weight(module.parts), self.options.quantization
+        weight, quantization = self.weight(module), self.options.quantization
         if module.kind == "exact":
             weight, quantization = self.plain(weight), "none"
         elif module.kind == "head":
@@ -170,62 +186,26 @@ class _ModuleLoader:
         """Return this rank's part of a layer's experts, stacked; where their forms differ, in the dtype of
         activations."""
         shard, total, spare = self.shard, module.experts, self.options.spare_experts
-        held = shard.experts(total)
-        *ups, down = module.parts
-        gate_up: list[list[Weight]] = []
-        downs: list[list[Weight]] = []
-        for expert in range(held.start, held.stop):
-            gate_up.append(self._of_expert(ups, expert))
-            downs.append(self._of_expert([down], expert))
-        places = None
-        if spare:  # unused at first; the slots have the form of the other experts
-            gate_up, downs = gate_up + gate_up[:1] * spare, downs + downs[:1] * spare
+        held, (*ups, down) = shard.experts(total), module.parts
+        # Slots for copies are unused at first, and have the form of the other experts.
+        slots, places = [*range(held.start, held.stop), *[held.start] * spare], None
+        if spare:
             places = make_places(shard, total, spare, self.options.device)
         gate_up_bias = down_bias = None
         if ups[0].bias is not None:
-            rows = torch.cat([_rows(part, shard) for part in ups])
-            gate_up_bias = self._expert_biases(ups[0].bias, held, spare)[:, rows]
+            gate_up_bias = self.kept(ups[0].bias)[slots][:, torch.cat([_rows(part, shard) for part in ups])]
         if down.bias is not None and (shard.has_whole_experts or shard.rank == 0):  # counts once
-            down_bias = self._expert_biases(down.bias, held, spare)
+            down_bias = self.kept(down.bias)[slots]
         return ExpertWeights(
-            len(downs),
-            self._experts_together([weight for weights in gate_up for weight in weights]),
-            self._experts_together([weight for weights in downs for weight in weights]),
+            len(slots),
+            self._together([weight for slot in slots for weight in self._weights(ups, slot)], is_of_experts=True),
+            self._together([weight for slot in slots for weight in self._weights([down], slot)], is_of_experts=True),
             gate_up_bias,
             down_bias,
             held.start,
             total,
             places,
         )
-
-    def _of_expert(self, parts: Sequence[Part], expert: int) -> list[Weight]:
-        """Return the weights [rows, columns] of one expert, which read nothing of the others."""
-        if not parts[0].is_stacked:
-            return [
-                self.checkpoint.weight(
-                    expert_name(part.tensor, expert), part.rows.on(self.shard), _columns(part, self.shard)
-                )
-                for part in parts
-            ]
-        found = self.checkpoint.weight(parts[0].tensor, slice(expert, expert + 1))
-        rows, columns = torch.cat([_rows(part, self.shard) for part in parts]), _columns(parts[0], self.shard)
-        if isinstance(found, QuantizedWeight):
-            return [found.rows(rows).columns(columns)]
-        return [(found[0] if parts[0].layout == "stack" else found[0].T)[rows, columns]]
-
-    def _expert_biases(self, tensor: str, experts: slice, spare: int) -> Tensor:
-        """Return the biases of experts, with `spare` more rows for copies."""
-        found = self.kept(tensor, experts)
-        return torch.cat([found, *[found[:1]] * spare])
-
-    def _experts_together(self, weights: Sequence[Weight]) -> Weight:
-        quantized = [found for found in weights if isinstance(found, QuantizedWeight)]
-        if len(quantized) == len(weights) and self.options.quantization == "auto":
-            together = one_below_the_other(quantized)
-            if together is not None and together.order is None:  # which no kernel of experts knows
-                return together.to(self.options.device)
-        dtype, device = self.options.dtype, self.options.device
-        return torch.cat([self.plain(found).to(device=device, dtype=dtype) for found in weights])
 
 
 class _Modules:
@@ -347,7 +327,7 @@ class _LayerLoader:
         modules, config, sizes = self._modules, self._config, self._config.latent
         if sizes is None:
             raise TypeError(f"{latent} has no sizes")
-        up = self._loader.plain(self._loader.weight(modules["latent.up"].parts))
+        up = self._loader.plain(self._loader.weight(modules["latent.up"]))
         both = up.view(-1, sizes.key + sizes.value, sizes.rank)
         keys, values = both[:, : sizes.key], both[:, sizes.key :].transpose(1, 2)
         heads = LatentHeads(keys, values, config.attention_scale)
@@ -494,7 +474,3 @@ def _rows(part: Part, shard: Shard) -> Tensor:
     """Return the rows of a tensor that a module has on one rank, in the module's order."""
     rows = part.rows.on(shard)
     return _places(part, rows.stop - rows.start).add_(rows.start)
-
-
-def _columns(part: Part, shard: Shard) -> slice:
-    return WHOLE if part.columns is None else part.columns.on(shard)
