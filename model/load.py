@@ -147,12 +147,7 @@ class LoadedEngine:
         if place is None:
             self.parallel = SingleRank()
             return
-        group = self.parallel = GroupRanks(self._shard, place.rendezvous, device, self._stage, place.host)
-        if device.type == "cuda" and self._shard.size > 1:
-            from twostroke.model.cuda.kernels.peer_sums import open_peer_sums
-
-            hidden = self.model_config.hidden_size
-            group.join_peers(partial(open_peer_sums, hidden=hidden, dtype=self._dtype, device=device))
+        self.parallel = GroupRanks(self._shard, place.rendezvous, device, self._stage, place.host)
 
     def _warm_up(self, runner: ModelRunner) -> None:
         """Run the first steps. Raises ConfigError where their logits are broken."""

@@ -31,7 +31,6 @@ from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MOST_TOKENS, SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
-from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
@@ -336,27 +335,6 @@ def measure_sampling(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterat
             read_s, predicted = logits.nbytes / limits.read, logits.nbytes / _H100_READ / expected_s
             yield LimitRow(label, read_s / taken_s, None, figure, "one read", predicted)
             yield LimitRow(f"{label}, torch", torch_s / taken_s, 1.0, f"{torch_s * 1e6:.0f} us", "torch")
-
-
-def measure_peer_sums(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> Iterator[LimitRow]:
-    """A sum over four ranks with the residual's addition and norm, against these two alone.
-
-    One GPU has all four memories, and no rank waits: what is missing is the way of two signals, and of the bytes.
-    Predicted of the launches' and the row's two turns alone: four rows to read in place of one, 1.5 times as long.
-    """
-    size, hidden, backend = 4, sizes.model.hidden_size, CudaBackend(place.target)
-    num_bytes = memory_bytes(size, hidden, torch.bfloat16)
-    memories = [torch.zeros(num_bytes, dtype=torch.uint8, device=place.device) for _ in range(size)]
-    sums = PeerSums(memories[0], [memory.data_ptr() for memory in memories], 0, hidden, torch.bfloat16)
-    sums.give_up()
-    weight = torch.ones(hidden, device=place.device)
-    for rows in sizes.decode_batches[:3]:
-        x, residual = (torch.randn(rows, hidden, device=place.device).to(torch.bfloat16) for _ in range(2))
-        ours_s = _queued_seconds(place, partial(sums.sum_add_norm, x, residual, weight, 1e-5))
-        alone_s = _queued_seconds(place, partial(backend.add_rms_norm, x, residual, weight, 1e-5))
-        yield LimitRow(
-            f"sum of 4 ranks, {rows} rows", alone_s / ours_s, None, f"{ours_s * 1e6:.1f} us", "add and norm", 0.65
-        )
 
 
 def _queued_seconds(place: GpuPlace, run: Callable[[], object]) -> float:

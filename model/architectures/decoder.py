@@ -500,10 +500,6 @@ class Decoder:
         """Add a sublayer's output to the residual and normalise. x is this rank's summand, or the whole sum. Returns
         the input of the next sublayer, and the new residual."""
         eps = self._config.rms_norm_eps
-        if own_norm is None and norm is not None and not is_whole:
-            fused = self._parallel.sum_add_norm(x, residual, norm, eps)
-            if fused is not None:
-                return fused
         x = x if is_whole else self._parallel.all_reduce(x)
         if own_norm is not None:
             x = self._backend.rms_norm(x, own_norm, eps)

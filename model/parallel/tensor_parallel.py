@@ -9,13 +9,11 @@ made: KV links have theirs, and a process may belong to several engines in tests
 in a decoder without parallel branches the next operation needs it.
 """
 
-import logging
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,6 @@ from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 from twostroke.model.parallel.nccl_log import NCCL_LOG
 from twostroke.model.parallel.pipeline import StageLink
 from twostroke.protocol.requests import Address
-
-if TYPE_CHECKING:  # Triton is imported only where there is a GPU
-    from twostroke.model.cuda.kernels.peer_sums import PeerSums
-
-_log = logging.getLogger(__name__)
 
 
 class TensorParallel(Protocol):
@@ -49,10 +42,6 @@ class TensorParallel(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks; may be written into x."""
-
-    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """Sum x over the ranks and apply Backend.add_rms_norm, in one kernel; None, on all ranks, where no such kernel
-        takes x."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Gather x, of one shape and dtype, on rank 0, which alone draws, in the ranks' order; returns nothing on the
@@ -84,9 +73,6 @@ class SingleRank:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
-
-    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        return None
 
     def gather(self, x: Tensor) -> list[Tensor]:
         return [x]
@@ -194,7 +180,6 @@ class GroupRanks:
         self._words = PrefixStore("words", joined)
         self._num_words = 0
         self._is_nccl = device.type == "cuda"
-        self._sums: PeerSums | None = None  # None: NCCL's
         gloo_host = None if self._is_nccl else host or rendezvous.host
         self._group = process_group(self._store, shard.rank, shard.size, GROUP_TIMEOUT_S, gloo_host)
         self.link: StageLink | None = None
@@ -208,38 +193,6 @@ class GroupRanks:
         if self.shard.size > 1:
             self._group.allreduce([x]).wait()
         return x
-
-    def join_peers(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> None:
-        """Sum few tokens over the GPUs' own memory from now on, where all ranks of each stage can load from each other.
-        All ranks call it together; a log line of rank 0 names the result. `open_sums` may raise RuntimeError and
-        AttributeError."""
-        fault = self._peers_fault(open_sums)
-        faults = [fault for fault in self.exchange(fault) if fault]
-        if faults:
-            self._sums = None
-        if self._rank == 0:
-            _log.info("sums of few tokens go %s", f"over NCCL: {faults[0]}" if faults else "over the GPUs' own memory")
-
-    def _peers_fault(self, open_sums: "Callable[[Shard, PrefixStore], PeerSums]") -> str:
-        # Agree first, before any rank waits in a rendezvous that another one can't reach.
-        first = self.stage.index * self.shard.size
-        indices = [int(word) for word in self.exchange(str(self._device.index or 0))][first : first + self.shard.size]
-        own = indices[self.shard.rank]
-        hidden_ones = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
-        faults = self.exchange(f"GPU {own} can't read GPU {hidden_ones[0]}" if hidden_ones else "")
-        if any(faults):
-            return next(filter(None, faults))
-        try:
-            self._sums = open_sums(self.shard, PrefixStore("sums", self._store))
-        except (RuntimeError, AttributeError) as error:
-            return str(error).splitlines()[0]
-        return ""
-
-    def sum_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-        """Implement TensorParallel.sum_add_norm."""
-        if self._sums is None or not self._sums.takes(x):
-            return None
-        return self._sums.sum_add_norm(x, residual, weight, eps)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Implement TensorParallel.gather."""
@@ -282,5 +235,3 @@ class GroupRanks:
             self._group.abort()
             if self.link is not None:
                 self.link.abort()
-        if self._sums is not None:
-            self._sums.give_up()

@@ -120,7 +120,7 @@ B)
   step share 40 python3 -m pytest tests/gpu -m gpu -v -W default -p no:cacheprovider --timeout 38 -k keeps_to_its_share
   # The greedy ones compile the CPU engine's kernels, which takes most of a minute: beside the others it costs nothing.
   TEST_S=110 tests tests 130 "$WORKERS" "not dtype1 and not keeps_to_its_share and not ($SMOKE)"
-  rows rates "$(at_least 25 $(($(left) - 26)))" attention,decode-attention,sampling,peer-sums
+  rows rates "$(at_least 25 $(($(left) - 26)))" attention,decode-attention,sampling
   ;;
 C)
   [ -n "$DRY" ] || rm -rf "$WORK/cold"

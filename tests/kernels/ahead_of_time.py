@@ -67,7 +67,6 @@ from twostroke.model.cuda.kernels.kv_units import (
 )
 from twostroke.model.cuda.kernels.latents import latent_decode, latent_decode_config
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
-from twostroke.model.cuda.kernels.peer_sums import PeerSums, memory_bytes
 from twostroke.model.cuda.states import CudaStates
 from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 
@@ -199,18 +198,6 @@ def states(capability: int) -> None:
         step(of_layer, steps=mamba.heads, kv_heads=8)
     convolution = ConvolutionSizes(channel_count=2048, taps=3)
     step(ConvolutionWeights(no_product, empty(2048, 3), None, convolution), steps=0, kv_heads=8)
-
-
-def peer_sums(capability: int) -> None:
-    """Sums over two to eight ranks, of 8B's width and of one that is no power of two."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    for ranks, hidden in itertools.product((2, 4, 8), (4096, 5120)):
-        own = empty(memory_bytes(ranks, hidden, torch.bfloat16), dtype=torch.uint8)
-        sums = PeerSums(own, [0] * ranks, 1, hidden, torch.bfloat16)
-        sums.sum_add_norm(empty(8, hidden), empty(8, hidden), empty(hidden, dtype=torch.float32), 1e-5)
 
 
 def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
@@ -408,7 +395,6 @@ FAMILIES: dict[str, Callable[[int], None]] = {
     "experts": experts,
     "sampling": sampling,
     "transfer": transfer,
-    "peer_sums": peer_sums,
     "few_attention": functools.partial(attention, shapes=_FEW_SHAPES),
     "few_attention_over_fp8": functools.partial(attention_over_fp8, shapes=_FP8_SHAPES[:1]),
     "few_latents": functools.partial(latents, all_heads=(16,)),

@@ -154,19 +154,6 @@ def test_steps_of_states_compile_to_wide_loads_and_programs_that_share_a_multipr
         assert kernel["registers"] <= 128 or capability < 90, kernel
 
 
-@compiled_for("peer_sums")
-def test_sums_over_peers_compile_to_wide_loads_in_few_registers(
-    family: str, capability: int, compiled: Compiled
-) -> None:
-    kernels = compiled(family, capability)
-    assert {(kernel["ranks"], kernel["hidden"]) for kernel in kernels} == {
-        (ranks, hidden) for ranks in (2, 4, 8) for hidden in (4096, 5120)
-    }
-    for kernel in kernels:
-        assert kernel["wide_loads"], kernel
-        assert kernel["registers"] <= 128, kernel  # or 512 threads would have no room at all
-
-
 @compiled_for("transfer")
 def test_kernels_of_kv_transfer_compile_to_wide_copies(family: str, capability: int, compiled: Compiled) -> None:
     kernels = compiled(family, capability)

@@ -16,7 +16,6 @@ import torch
 
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, MISTRAL4
 from tests.model.conftest import make_decoder
-from twostroke.model import reference
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache
@@ -332,40 +331,6 @@ def test_all_ranks_go_on_with_tokens_that_nobody_has_waited_for(sampler: type[Sa
     LaunchingSampler.may_end.set()
     assert [step.result() for step in launched] == expected
     assert len({token.token_id for step in expected for token in step if token is not None}) > 3
-
-
-class FusingRanks(GroupRanks):
-    """Ranks like GPUs that load from each other's memory: a sum comes with the norm that follows it."""
-
-    fused = 0
-
-    def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if x.shape[0] > 1:
-            return None
-        self.fused += 1
-        return reference.add_rms_norm(self.all_reduce(x), residual, weight, eps)
-
-
-@pytest.mark.parametrize(("shape", "of_a_layer"), [("mha", 2), ("windows, two ways to turn", 0)])
-def test_sums_of_few_tokens_come_with_the_norm_behind_them(
-    shape: str, of_a_layer: int, write_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_checkpoint(seed=3, **SHAPES[shape])
-    monkeypatch.setitem(globals(), "GroupRanks", FusingRanks)
-    draw = Draw(SamplingParams(temperature=0.0), [5, 6, 7], 3)
-    with ranks(folder, 2) as together:
-        count = together.groups.count
-        steps = [
-            SequenceStep([5, 6], 0, list(range(count)), None),
-            SequenceStep([7], 2, list(range(count)), draw),
-        ]
-        drawn = [together.run([step]) for step in steps]
-        expected = runner(folder, SingleRank())
-        assert drawn == [expected.run([step]) for step in steps]
-        for one in together.runners:
-            assert one._parallel.fused == of_a_layer * load_model_config(folder).num_layers  # type: ignore[attr-defined]
 
 
 def held_bytes(weights: DecoderWeights) -> int:
