@@ -1,7 +1,7 @@
 """The operations of a decoder layer that differ by device: vectorised torch and numba on CPUs, Triton on CUDA.
 
 Shapes: T tokens of the whole batch, flattened; B sequences; H query heads, G KV heads, D head dimension, all of this
-tensor-parallel rank. What each operation must compute stands in torch in model/reference.py.
+tensor-parallel rank. What each operation must compute stands in torch in tests/rigs/reference.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -102,6 +102,8 @@ class KVScales:
 
 
 AS_THEY_ARE = KVScales()
+FP8_LIMIT = 448.0
+"""The largest number of e4m3 (Micikevicius et al. 2022)."""
 
 
 @dataclass(frozen=True)

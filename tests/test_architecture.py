@@ -103,7 +103,6 @@ INNER_ORDER = {
         {"costs"},
         {"parameters"},
         {"parallel"},
-        {"reference"},
         {"backend"},
         {"batch"},
         {"config", "step", "bundled"},

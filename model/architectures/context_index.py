@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from twostroke.model.backend import LayerNorm, Linear
 from twostroke.model.batch import BatchLayout
@@ -56,11 +57,8 @@ class ContextIndex:
         if layout.max_context_len <= sizes.top_k:
             return None
         heads = weights.query(latents).view(len(x), sizes.heads, sizes.key)
-        still, turning = heads.tensor_split((sizes.key - cos_sin.shape[1],), dim=2)
-        cos, sin = cos_sin[layout.positions].unsqueeze(1).chunk(2, dim=2)
-        first, second = turning.float().chunk(2, dim=2)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2).to(heads.dtype)
-        return IndexQueries(torch.cat((still, turned), dim=2), weights.weights(x, out_dtype=torch.float32))
+        rotated = _with_rotated_ends(heads, layout.positions, cos_sin).to(heads.dtype)
+        return IndexQueries(rotated, weights.weights(x, out_dtype=torch.float32))
 
     def choose(self, queries: IndexQueries, kv_layer: Tensor, layout: BatchLayout) -> Tensor:
         """Return int32 [T, top_k]: the slots of the tokens that each query attends to.
@@ -125,6 +123,22 @@ class ContextIndex:
             part.copy_((weights @ of_heads)[:, :, 0, : part.shape[2]])
         unseen = torch.arange(context, device=tables.device) > positions[:, :, None]
         return scores.masked_fill_(unseen, -torch.inf)
+
+
+def write_index_keys(keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> None:
+    """Implement Backend.write_index_keys by torch's kernels."""
+    width, row = keys.shape[1], kv_layer.shape[4]
+    normed = functional.layer_norm(keys.float(), (width,), norm.weight, norm.bias, norm.eps)
+    written = _with_rotated_ends(normed[:, None], layout.positions, cos_sin)[:, 0].to(kv_layer.dtype)
+    kv_layer.view(-1, row)[:, row - width :].index_copy_(0, layout.slots, written)
+
+
+def _with_rotated_ends(heads: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """heads [T, H, D] -> fp32, the last P numbers of each rotated; cos_sin fp32 [max_position, P]."""
+    still, rotary = heads.float().tensor_split((heads.shape[2] - cos_sin.shape[1],), dim=2)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=2)
+    first, second = rotary.chunk(2, dim=2)
+    return torch.cat((still, first * cos - second * sin, second * cos + first * sin), dim=2)
 
 
 def in_order_of_choice(scores: Tensor) -> Tensor:

@@ -165,6 +165,21 @@ class States:
             self._parts[blocks, kind, :, : numbers.shape[2]] = numbers
 
 
+def group_square_sums(x: Tensor, norm: GroupNorm) -> Tensor:
+    """fp32 [T, width] -> [T, norm.columns]: of each group, 0 for groups of other ranks."""
+    sums = x.new_zeros((len(x), norm.columns))
+    own = slice(norm.first, norm.first + norm.own_groups)
+    sums[:, own] = x.view(len(x), norm.own_groups, -1).square().sum(2)
+    return sums
+
+
+def norm_groups(x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
+    """fp32 [T, width] normalised by the sums over all ranks (Zhang & Sennrich 2019), rounded once, to `dtype`."""
+    sums = square_sums[:, norm.first : norm.first + norm.own_groups, None]
+    normal = x.view(len(x), norm.own_groups, -1) * (sums / norm.size + norm.eps).rsqrt()
+    return (normal.view(x.shape) * norm.weight).to(dtype)
+
+
 @lru_cache
 def _places(
     sizes: StateSizes, kv_heads: int, numbers: int, device: torch.device

@@ -6,7 +6,7 @@ of the mixture of latents: one row a token, which all heads read, as in multi-qu
 Where many do, as in a prompt, keys and values of all heads are made of the latents: their products are shorter. The
 context comes in parts, whose results are merged by the logarithms of their sums of weights.
 
-Reference: tests/rigs/latent_reference.py.
+Reference: tests/rigs/reference.py.
 """
 
 from dataclasses import replace

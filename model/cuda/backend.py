@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model import reference
+from twostroke.model.architectures.context_index import write_index_keys
+from twostroke.model.architectures.states import group_square_sums, norm_groups
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -357,12 +358,12 @@ class CudaBackend:
         return elementwise.rope_and_write_kv(qkv, cos_sin, kv_layer, *places, norms, kv_scales, query_scales)
 
     write_latents = staticmethod(write_latents)
-    write_index_keys = staticmethod(reference.write_index_keys)  # torch's kernels
+    write_index_keys = staticmethod(write_index_keys)  # torch's kernels
 
     state_kernels = CudaStates()
 
-    group_square_sums = staticmethod(reference.group_square_sums)
-    norm_groups = staticmethod(reference.norm_groups)
+    group_square_sums = staticmethod(group_square_sums)
+    norm_groups = staticmethod(norm_groups)
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows."""

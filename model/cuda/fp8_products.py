@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from twostroke.model.backend import FP8_LIMIT
 from twostroke.model.cuda.kernels.gemm import FP8_GROUP, CudaPackedWeight
-from twostroke.model.reference import FP8_LIMIT
 
 _log = logging.getLogger(__name__)
 _AGREEMENT = 1e-2  # the relative error of the mean: of two results that are rounded to bf16

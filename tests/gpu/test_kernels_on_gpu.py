@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import Backend, Chosen, ExpertWeights, KVScales
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, GatedActivation, Quantization

@@ -8,8 +8,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from tests.rigs import latent_reference
-from twostroke.model import reference
+from tests.rigs import reference
+from twostroke.model.architectures.context_index import write_index_keys
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -134,7 +134,7 @@ class LatentCase:
     layout: BatchLayout
 
     def expected(self, chosen: Tensor | None = None) -> Tensor:
-        return latent_reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout, chosen)
+        return reference.attend_to_latents(self.q, self.heads, self.cos_sin, self.kv_layer, self.layout, chosen)
 
     def some(self, count: int) -> Tensor:
         """Return slots of so many random tokens for each query, those that it sees first."""
@@ -234,7 +234,7 @@ class ReferenceBackend:
     def write_latents(
         self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> None:
-        latent_reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
+        reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
 
     def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> LatentAttention:
         assert parts is None
@@ -242,11 +242,11 @@ class ReferenceBackend:
         def attend(
             q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
         ) -> Tensor:
-            return latent_reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout, chosen)
+            return reference.attend_to_latents(q, heads, cos_sin, kv_layer, layout, chosen)
 
         return attend
 
-    write_index_keys = staticmethod(reference.write_index_keys)
+    write_index_keys = staticmethod(write_index_keys)
     rms_norm = staticmethod(reference.rms_norm)
     add_rms_norm = staticmethod(reference.add_rms_norm)
     add = staticmethod(reference.add)

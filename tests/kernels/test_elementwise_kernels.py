@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_cases import assert_close, make_layout
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import HeadNorms, KVScales, RowNorms
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation, GatedActivation

@@ -6,7 +6,7 @@ shape fits, decode.py does so in tiles, elsewhere a kernel here, which also read
 share, such as the drafts of a sequence or requests with a common prefix.
 Prefill chunks, sequence by sequence: flash attention, ours under the same conditions (prefill.py), else torch's over a
 gathered context.
-Reference: model/reference.py.
+Reference: tests/rigs/reference.py.
 """
 
 import math

@@ -10,7 +10,7 @@ sequences, a thread takes all KV heads of one and reads whole blocks.
 
 Segments lie where they do whatever the window is; of those that it does not reach nothing is read.
 
-Reference: model/reference.py.
+Reference: tests/rigs/reference.py.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Norms, sums, order, rotation, KV write and gated activation on CPUs: one pass over memory each, in fp32 registers.
 
-Reference: model/reference.py.
+Reference: tests/rigs/reference.py.
 """
 
 import math

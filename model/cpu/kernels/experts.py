@@ -1,4 +1,4 @@
-"""Routing of tokens to experts on CPUs, and their rows' way to the experts and back. Reference: model/reference.py.
+"""Routing of tokens to experts on CPUs, and their rows' way there and back. Reference: tests/rigs/reference.py.
 
 Rows of activations are put in the order of their experts, so that each expert's lie together, and each expert that is
 hit is cut into tasks of some rows. Products (projections/) take so many tasks as they find in memory when they run: a

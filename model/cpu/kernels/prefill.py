@@ -4,7 +4,7 @@ and 512 keys (Dao et al. 2022), scores and sums in fp32. torch's own CPU flash a
 A short chunk, such as is computed beside decodes, would leave most of a tile empty: there the query heads that share a
 KV head share the tiles, too.
 
-Reference: model/reference.py.
+Reference: tests/rigs/reference.py.
 """
 
 import math

@@ -340,7 +340,7 @@ def chunks_of(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
 def prefill_attention(
     q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: PrefillTiling
 ) -> None:
-    """`paged_attention` of model/reference.py for the layout's chunks, written to their rows of out."""
+    """`paged_attention` of tests/rigs/reference.py for the layout's chunks, written to their rows of out."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
     query_starts, context_lens, block_tables = chunks_of(layout)
@@ -489,7 +489,7 @@ def decode_attention_kernel(
 def decode_attention(
     q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor, config: DecodeTiling
 ) -> None:
-    """Attend as model/reference.py does, for the layout's decodes, whose rows come first; zeros for an empty
+    """Attend as tests/rigs/reference.py does, for the layout's decodes, whose rows come first; zeros for an empty
     context."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]

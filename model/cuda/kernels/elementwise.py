@@ -56,14 +56,14 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute model/reference.py's rms_norm. x [T, hidden]; returns a new tensor."""
+    """Compute tests/rigs/reference.py's rms_norm. x [T, hidden]; returns a new tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, x, weight, out, eps, adds=False)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute model/reference.py's add_rms_norm in place: x becomes the norm and residual the sum; returns both."""
+    """Compute tests/rigs/reference.py's add_rms_norm in place: x becomes the norm, residual the sum; returns both."""
     _launch_norm(x, residual, weight, x, eps, adds=True)
     return x, residual
 
@@ -97,7 +97,7 @@ def square_sums_kernel(
 
 
 def square_sums(qkv: Tensor, norms: RowNorms) -> Tensor:
-    """Compute model/reference.py's square_sums."""
+    """Compute tests/rigs/reference.py's square_sums."""
     rows, q_size, k_size = qkv.shape[0], norms.q.shape[0], norms.k.shape[0]
     sums = torch.empty((rows, 2), dtype=torch.float32, device=qkv.device)
     if rows:
@@ -127,7 +127,7 @@ def norm_rows_kernel(
 
 
 def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
-    """Compute model/reference.py's norm_rows in place."""
+    """Compute tests/rigs/reference.py's norm_rows in place."""
     rows, q_size, k_size = qkv.shape[0], norms.q.shape[0], norms.k.shape[0]
     if rows:
         norm_rows_kernel[(rows, triton.cdiv(q_size + k_size, _BLOCK))](
@@ -150,7 +150,7 @@ def soft_cap_kernel(logits, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Compute model/reference.py's soft_cap in place."""
+    """Compute tests/rigs/reference.py's soft_cap in place."""
     rows, width = logits.shape
     if rows:
         soft_cap_kernel[(rows, triton.cdiv(width, _BLOCK))](
@@ -178,7 +178,7 @@ def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATI
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Compute model/reference.py's gate. gate_up [T, 2 I]."""
+    """Compute tests/rigs/reference.py's gate. gate_up [T, 2 I]."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:

@@ -1,4 +1,4 @@
-"""Experts on GPUs: which a token takes, and their products as grouped GEMMs. Reference: model/reference.py.
+"""Experts on GPUs: which a token takes, and their products as grouped GEMMs. Reference: tests/rigs/reference.py.
 
 Tokens' choices are put in the order of their experts. A tile of rows belongs to one expert; the last of an expert's is
 padded. How many rows each has stands in memory alone, so a launch depends on the number of tokens and can be captured:

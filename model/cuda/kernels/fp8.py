@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.model.backend import FP8_LIMIT
 from twostroke.model.cuda.kernels.launch import power_of_two
-from twostroke.model.reference import FP8_LIMIT
 
 _LIMIT = tl.constexpr(FP8_LIMIT)
 LEAST = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too

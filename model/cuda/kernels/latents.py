@@ -8,7 +8,7 @@ Decodes are split into segments (segments.py). One program reads a segment's row
 and multiplies the latents with queries that have absorbed what makes keys, and with weights. A prompt's context comes
 in parts, of which keys and values have been made: a program takes up where it left off with the part before.
 
-Reference: tests/rigs/latent_reference.py.
+Reference: tests/rigs/reference.py.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.paged_cases import PagedCase, assert_close, in_fp8, paged_case
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.cuda.kernels.attention import (
     DecodeTiling,
     PrefillTiling,

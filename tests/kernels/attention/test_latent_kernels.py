@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_cases import LatentCase, assert_close, latent_case, over_ranks
-from tests.rigs import latent_reference
+from tests.rigs import reference
 from twostroke.model.architectures import context_index
 from twostroke.model.cuda import latents
 from twostroke.model.cuda.kernels.latents import write_latents
@@ -74,7 +74,7 @@ def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.d
     rows = torch.randn((28, 64)).to(dtype)
     norm, written, expected = torch.rand(48) + 0.5, case.kv_layer.clone(), case.kv_layer.clone()
     write_latents(rows, norm, 1e-6, case.cos_sin, written, layout)
-    latent_reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
+    reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
     assert_close(written, expected, scale=2.0)
 
 

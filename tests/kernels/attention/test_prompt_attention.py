@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import PagedCase, ReferenceBackend, assert_close, make_layout, paged_case
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.config import PrefillKernel
 from twostroke.model.cuda.backend import CudaBackend

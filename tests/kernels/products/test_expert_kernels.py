@@ -20,7 +20,7 @@ from tests.model.architectures.test_experts import (
     some_of,
 )
 from tests.model.parallel.test_expert_slots import FORMS, check_copies
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.checkpoint.quantization import quantize
 from twostroke.model.config import Activation, Routing

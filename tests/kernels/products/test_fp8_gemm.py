@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import assert_close
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear, GroupedCudaLinear
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens, quantize_tokens_reference

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import TOLERANCES, assert_close
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, GatedActivation
 from twostroke.model.cuda.backend import CudaLinear

@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.model.cpu.test_linears import FORMS, random_quantized
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import Chosen, ExpertWeights
 from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_codes, fp4_values, quantize
 from twostroke.model.config import Activation, Quantization, Routing

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.architectures.mamba import CHUNK, scan_chunks
 from twostroke.model.backend import GroupNorm
 from twostroke.model.cpu.backend import CpuBackend

@@ -16,7 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.config import Routing
 from twostroke.model.cpu.backend import CpuBackend
 

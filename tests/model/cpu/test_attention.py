@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import PagedCase, in_fp8, paged_case
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import attention as cpu_attention

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged_cases import make_layout
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import HeadNorms, KVScales
 from twostroke.model.config import Activation
 from twostroke.model.cpu.backend import CpuBackend

@@ -7,7 +7,7 @@ import torch
 
 from tests.model.architectures.test_experts import choices, close, expert_weights
 from tests.model.cpu.test_linears import FORMS, PoisonedLauncher, needs_avx512_bf16
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.backend import Chosen
 from twostroke.model.config import Routing
 from twostroke.model.cpu.backend import CpuBackend

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.paged_cases import LatentCase, latent_case, over_ranks
-from tests.rigs import latent_reference
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.architectures import context_index
 from twostroke.model.backend import LayerNorm
 from twostroke.model.cpu import latents
@@ -61,7 +60,7 @@ def test_keys_of_an_index_are_normalised_turned_and_written_behind_latents(dtype
     keys, norm = torch.randn((58, 24)).to(dtype), LayerNorm(torch.rand(24) + 0.5, torch.randn(24), 1e-6)
     written, expected = case.kv_layer.clone(), case.kv_layer.clone()
     write_index_keys(Launcher(), keys, norm, case.cos_sin, written, case.layout)
-    reference.write_index_keys(keys, norm, case.cos_sin, expected, case.layout)
+    context_index.write_index_keys(keys, norm, case.cos_sin, expected, case.layout)
     launcher, replayed = Launcher(), case.kv_layer.clone()
     with launcher.recording() as program:
         write_index_keys(launcher, keys, norm, case.cos_sin, replayed, case.layout)
@@ -119,6 +118,6 @@ def test_rows_are_normalised_turned_and_written_where_they_belong(dtype: torch.d
     layout = case.layout
     layout.slots[3] = -1  # another rank's
     write_latents(Launcher(), rows, norm, 1e-6, case.cos_sin, written, layout)
-    latent_reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
+    reference.write_latents(rows, norm, 1e-6, case.cos_sin, expected, layout.positions, layout.slots)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(written, expected, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -14,7 +14,7 @@ from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from tests.model.architectures.test_experts import choices, close, expert_weights
 from tests.model.conftest import make_decoder
 from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, NUM_BLOCKS, Ranks, runner
-from twostroke.model import reference
+from tests.rigs import reference
 from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Experts, ExpertWeights
 from twostroke.model.checkpoint.config_file import load_model_config

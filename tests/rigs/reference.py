@@ -5,7 +5,6 @@ fp32, one rounding at the end.
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,21 +12,19 @@ from torch.nn import functional
 
 from twostroke.model.backend import (
     AS_THEY_ARE,
+    FP8_LIMIT,
     AttentionForm,
     Chosen,
     ExpertWeights,
-    GroupNorm,
     HeadNorms,
     KVScales,
-    LayerNorm,
+    LatentHeads,
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout
+from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation, Routing
 from twostroke.protocol.kv_layout import first_seen
-
-if TYPE_CHECKING:
-    from twostroke.model.checkpoint.quantization import QuantizedWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,21 +70,6 @@ def _queries_and_keys(qkv: Tensor, norms: RowNorms) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def group_square_sums(x: Tensor, norm: GroupNorm) -> Tensor:
-    """fp32 [T, width] -> [T, norm.columns]: of each group, 0 for groups of other ranks."""
-    sums = x.new_zeros((len(x), norm.columns))
-    own = slice(norm.first, norm.first + norm.own_groups)
-    sums[:, own] = x.view(len(x), norm.own_groups, -1).square().sum(2)
-    return sums
-
-
-def norm_groups(x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
-    """fp32 [T, width] normalised by the sums over all ranks (Zhang & Sennrich 2019), rounded once, to `dtype`."""
-    sums = square_sums[:, norm.first : norm.first + norm.own_groups, None]
-    normal = x.view(len(x), norm.own_groups, -1) * (sums / norm.size + norm.eps).rsqrt()
-    return (normal.view(x.shape) * norm.weight).to(dtype)
-
-
 def norm_rows(qkv: Tensor, square_sums: Tensor, norms: RowNorms) -> Tensor:
     """qkv [T, (H + 2 G) D] with queries and keys normalised: as `rms_norm`, by the sums of all ranks."""
     out = qkv.clone()
@@ -111,10 +93,6 @@ def _turned(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-FP8_LIMIT = 448.0
-"""The largest number of e4m3 (Micikevicius et al. 2022)."""
 
 
 def to_fp8(x: Tensor, scale: float) -> Tensor:
@@ -202,16 +180,6 @@ def attention(q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionF
     return paged_attention(q, kv_layer, layout.query_starts, layout.context_lens, layout.block_tables, form)
 
 
-def write_index_keys(keys: Tensor, norm: LayerNorm, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout) -> None:
-    """keys [T, width], normalised and their last P numbers rotated, go to the ends of rows of `kv_layer` at the
-    layout's slots."""
-    width, rotary, row = keys.shape[1], cos_sin.shape[1], kv_layer.shape[4]
-    normed = functional.layer_norm(keys.float(), (width,), norm.weight, norm.bias, norm.eps)
-    turned = _turned(normed[:, None, width - rotary :], layout.positions, cos_sin)[:, 0]
-    written = torch.cat((normed[:, : width - rotary], turned), dim=1).to(kv_layer.dtype)
-    kv_layer.view(-1, row)[:, row - width :].index_copy_(0, layout.slots, written)
-
-
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     """gate_up [T, 2 I], gate first -> activation(gate) * up [T, I] (Shazeer 2020; GELU: Hendrycks & Gimpel 2016).
 
@@ -272,7 +240,7 @@ def experts(x: Tensor, chosen: Chosen, weights: ExpertWeights, activation: Activ
     return out.to(x.dtype)
 
 
-def _linear(x: Tensor, weight: "Tensor | QuantizedWeight", bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     plain = weight if isinstance(weight, Tensor) else weight.dequantized(x.dtype)
     return functional.linear(x.float(), plain.float(), None if bias is None else bias.float())
 
@@ -280,3 +248,57 @@ def _linear(x: Tensor, weight: "Tensor | QuantizedWeight", bias: Tensor | None) 
 def gate_by_sigmoid(x: Tensor, logits: Tensor) -> Tensor:
     """x [T, hidden] times the sigmoid of each row's highest logit, fp32 [T, N], rounded once."""
     return (x.float() * logits.amax(1, keepdim=True).sigmoid()).to(x.dtype)
+
+
+def write_latents(
+    rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """rows [T, R + P] with the latents normalised and the rest rotated go to the beginnings of rows of `kv_layer`
+    [num_blocks, 1, 1, block_size, R + P or more] at `slots`, but for negative ones."""
+    rank, block_size = len(norm), kv_layer.shape[3]
+    turned = rope(rows[:, None, rank:], positions, cos_sin)[:, 0]
+    kept = slots >= 0
+    written = torch.cat((rms_norm(rows[:, :rank], norm, eps), turned), dim=1)[kept]
+    kv_layer[slots[kept] // block_size, 0, 0, slots[kept] % block_size, : written.shape[1]] = written
+
+
+def attend_to_latents(
+    q: Tensor,
+    heads: LatentHeads,
+    cos_sin: Tensor,
+    kv_layer: Tensor,
+    layout: BatchLayout,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    """q [T, H (N + P)] -> [T, H V]: attention to keys and values that are made of the context's latents (DeepSeek-AI
+    2024, equations 9 to 19), all in fp32, rounded once; where slots are `chosen`, to those alone."""
+    still, turning = _parts_of_queries(q, heads)
+    queries = torch.cat((still.float(), rope(turning.float(), layout.positions, cos_sin)), dim=2)
+    rank, block_size = heads.keys.shape[2], kv_layer.shape[3]
+    count, _, width = len(q), *heads.values.shape[1:]
+    out = torch.zeros(count, heads.keys.shape[0], width, dtype=q.dtype, device=q.device)
+    starts = layout.query_starts.tolist()
+    for sequence, context in enumerate(layout.context_lens.tolist()):
+        start, end = starts[sequence], starts[sequence + 1]
+        tokens = torch.arange(context, device=q.device)
+        blocks = layout.block_tables[sequence, tokens // block_size].long()
+        rows = kv_layer[blocks, 0, 0, tokens % block_size].float()
+        k = torch.einsum("kr,hnr->khn", rows[:, :rank], heads.keys.float())
+        v = torch.einsum("kr,hrv->khv", rows[:, :rank], heads.values.float())
+        turned = rows[:, None, rank : rank + cos_sin.shape[1]]
+        k = torch.cat((k, turned.expand(-1, k.shape[1], -1)), dim=2)
+        scores = torch.einsum("qhd,khd->hqk", queries[start:end], k) * heads.scale
+        hidden = tokens > torch.arange(context - (end - start), context, device=q.device).unsqueeze(1)
+        if chosen is not None:
+            slots = blocks * block_size + tokens % block_size
+            hidden |= ~(slots[None, :, None] == chosen[start:end, None]).any(2)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out[start:end] = torch.einsum("hqk,khv->qhv", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
+    """[T, H, N] and [T, H, P]."""
+    count, still, _ = heads.keys.shape
+    whole = q.view(len(q), count, -1)
+    return whole[..., :still], whole[..., still:]
