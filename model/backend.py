@@ -17,7 +17,7 @@ from twostroke.model.config import Activation, Quantization, Routing
 if TYPE_CHECKING:
     from twostroke.model.architectures.states import StateWeights
     from twostroke.model.checkpoint.quantization import QuantizedWeight
-    from twostroke.model.parallel.context_parts import ContextParts
+    from twostroke.model.parallel.tensor_parallel import ContextParts
 
 
 @dataclass(frozen=True)

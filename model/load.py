@@ -28,8 +28,16 @@ from twostroke.model.captured_steps import ALL_EAGER, NOTHING_CAPTURED, StepRepl
 from twostroke.model.config import ModelShape
 from twostroke.model.costs.operations import MachineLimits, NumberFormats, StepWork, step_work
 from twostroke.model.costs.sizes import StepBounds, communicator_bytes, step_bytes_on_cpu
-from twostroke.model.cuda.graphs import GRAPH_BYTES, CudaGraphSteps, Recorder, batch_sizes
-from twostroke.model.cuda.prompt_graphs import PromptGraphs, StepShape, most_rows, step_shapes
+from twostroke.model.cuda.graphs import (
+    GRAPH_BYTES,
+    CudaGraphSteps,
+    PromptGraphs,
+    Recorder,
+    StepShape,
+    batch_sizes,
+    most_rows,
+    step_shapes,
+)
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import (
     EngineConfig,
@@ -43,7 +51,7 @@ from twostroke.model.engine_config import (
     resolve_num_blocks,
 )
 from twostroke.model.machine_limits import machine_limits
-from twostroke.model.parallel.expert_slots import ExpertSlots
+from twostroke.model.parallel.experts import ExpertSlots
 from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, SingleRank, TensorParallel
 from twostroke.model.runner import LACKING, ModelRunner, RankExtras, TokenSampler
 from twostroke.model.sampling.sampler import Sampler

@@ -30,13 +30,13 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.layer_announcer import LaunchedWork, layer_announcer
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
-from twostroke.model.parallel.expert_slots import ExpertSlots
+from twostroke.model.parallel.experts import ExpertSlots
 from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
 from twostroke.model.sampling.launched_steps import AnnouncedStep, LaunchedStep, SilentStep, StepOnDevice
 from twostroke.model.sampling.mtp import MtpHead, noted_step
+from twostroke.model.sampling.sampler import gather_logits, largest_of_ranks
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
-from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
 from twostroke.model.step import (
     BlockCopy,
     Draw,

@@ -25,9 +25,8 @@ from twostroke.model.costs.sizes import (
     weight_bytes,
     weights_as,
 )
-from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
-from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.model.parallel.tensor_parallel import ContextParts, TensorParallel
 from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 

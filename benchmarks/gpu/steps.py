@@ -23,8 +23,7 @@ from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import ModelConfig, Quantization
 from twostroke.model.costs.operations import MachineLimits, decode_work, prefill_work
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.graphs import CudaGraphSteps
-from twostroke.model.cuda.prompt_graphs import PromptGraphs, most_rows, step_shapes
+from twostroke.model.cuda.graphs import CudaGraphSteps, PromptGraphs, most_rows, step_shapes
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.parallel.tensor_parallel import SingleRank
 from twostroke.model.parameters import expected_shapes

@@ -348,7 +348,7 @@ async def _with_tiers(
 
 def expert_balance(loaded: "LoadedEngine", ranks: int) -> "ExpertBalance | None":
     """Return what moves copies of experts among the ranks; None where they have no room for any."""
-    from twostroke.model.parallel.expert_slots import STEP_BYTES
+    from twostroke.model.parallel.experts import STEP_BYTES
     from twostroke.worker.experts import ExpertBalance, ExpertLoad, Room
 
     slots = loaded.expert_slots

@@ -37,8 +37,7 @@ from twostroke.kvtransfer.link import KVStore, LinkParams
 from twostroke.kvtransfer.timeouts import finish, within
 from twostroke.kvtransfer.transports.host_units import count_units
 from twostroke.kvtransfer.transports.staging import HostStaging, make_staging
-from twostroke.model.parallel.nccl_log import NCCL_LOG, SOCKETS
-from twostroke.model.parallel.tensor_parallel import listening_store, process_group
+from twostroke.model.parallel.tensor_parallel import NCCL_LOG, SOCKETS, listening_store, process_group
 from twostroke.protocol.errors import ConnectionLost
 
 T = TypeVar("T")

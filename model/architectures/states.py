@@ -2,10 +2,15 @@
 
 States lie in the KV cache's blocks (protocol/kv_layout.py's STATE_WINDOW): of a row of a block table the one behind its
 last computed token. A chunk that crosses rows leaves one in each of them.
+
+Gated short convolutions (LFM2, Liquid AI 2025): a token's output is C conv(B x), of its own gates B and C.
+
+The state is the last inputs B x of the convolution alone.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
@@ -13,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from twostroke.model.backend import GroupNorm, StateKernels
+from twostroke.model.backend import GroupNorm, Linear, StateKernels
 from twostroke.model.batch import BatchLayout
-from twostroke.model.shapes.state_sizes import StateSizes
+from twostroke.model.shapes.state_sizes import ConvolutionSizes, StateSizes
 
 
 class StateWeights(Protocol):
@@ -194,3 +199,30 @@ def _places(
             start = (kind * kv_heads + head) * numbers + first
             places[of_head] = torch.arange(start, start + len(of_head) * before).view(-1, before)
     return (kinds[0].to(device), kinds[1].to(device)), places.to(device)
+
+
+@dataclass(frozen=True)
+class ConvolutionWeights:
+    """Weights of one rank's channels. All but the projection are fp32."""
+
+    inputs: Linear  # hidden -> B, C, x
+    conv: Tensor  # [channels, taps]
+    conv_bias: Tensor | None  # [channels]
+    sizes: ConvolutionSizes  # this rank's channels
+
+
+class ShortConvolution(StateMixer[ConvolutionWeights]):
+    """One rank's channels of a layer's short convolution, over loaded weights."""
+
+    def products(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.weights.inputs(x),)
+
+    def conv_inputs(self, products: Sequence[Tensor]) -> Tensor:
+        gate, _, x = products[0].float().chunk(3, dim=1)
+        return gate * x
+
+    def scan(self, convolved: Tensor, products: Sequence[Tensor], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return convolved * products[0].chunk(3, dim=1)[1].float(), matrix
+
+    def step(self, convolved: Tensor, products: Sequence[Tensor], matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return self.scan(convolved, products, matrix)

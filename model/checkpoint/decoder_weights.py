@@ -26,8 +26,7 @@ from twostroke.model.architectures.decoder import (
 from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.architectures.mamba import Mamba, MambaWeights
 from twostroke.model.architectures.rope import cos_sin_table, query_scale_table
-from twostroke.model.architectures.short_convolution import ConvolutionWeights, ShortConvolution
-from twostroke.model.architectures.states import StateMixer
+from twostroke.model.architectures.states import ConvolutionWeights, ShortConvolution, StateMixer
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -47,9 +46,9 @@ from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import KVHeads, LatentSpec, MambaSpec, ModelConfig, Quantization
 from twostroke.model.costs.sizes import of_lm_head
-from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.expert_slots import make_places
+from twostroke.model.parallel.experts import make_places
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
+from twostroke.model.parallel.tensor_parallel import ContextParts
 from twostroke.model.parameters import Module, Part, end_modules, expert_name, layer_modules, mtp_modules
 from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 

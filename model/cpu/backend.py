@@ -7,8 +7,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.delta_net import DeltaWeights
 from twostroke.model.architectures.mamba import MambaWeights
-from twostroke.model.architectures.short_convolution import ConvolutionWeights
-from twostroke.model.architectures.states import StateWeights
+from twostroke.model.architectures.states import ConvolutionWeights, StateWeights
 from twostroke.model.backend import (
     AS_THEY_ARE,
     AttentionForm,
@@ -28,12 +27,11 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cpu import latents, linears
 from twostroke.model.cpu.experts import make_experts
-from twostroke.model.cpu.kernels import attention, elementwise, experts
+from twostroke.model.cpu.kernels import attention, elementwise, experts, states
 from twostroke.model.cpu.kernels.core_lending import CoreLending
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
-from twostroke.model.cpu.kernels.states import delta_net, mamba, short_convolution
-from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import ContextParts
 
 
 class CpuStates:
@@ -54,11 +52,11 @@ class CpuStates:
         where = kv_layer, layout, out
         match weights:
             case DeltaWeights():
-                delta_net.delta_step(self._launcher, products, weights, *where)
+                states.delta_step(self._launcher, products, weights, *where)
             case MambaWeights():
-                mamba.mamba_step(self._launcher, products, weights, *where)
+                states.mamba_step(self._launcher, products, weights, *where)
             case ConvolutionWeights():
-                short_convolution.convolution_step(self._launcher, products, weights, *where)
+                states.convolution_step(self._launcher, products, weights, *where)
 
 
 class CpuBackend:
@@ -155,11 +153,11 @@ class CpuBackend:
 
     def group_square_sums(self, x: Tensor, norm: GroupNorm) -> Tensor:
         """Implement Backend.group_square_sums."""
-        return mamba.group_square_sums(self.launcher, x, norm)
+        return states.group_square_sums(self.launcher, x, norm)
 
     def norm_groups(self, x: Tensor, square_sums: Tensor, norm: GroupNorm, dtype: torch.dtype) -> Tensor:
         """Implement Backend.norm_groups."""
-        return mamba.norm_groups(self.launcher, x, square_sums, norm, dtype)
+        return states.norm_groups(self.launcher, x, square_sums, norm, dtype)
 
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """Implement Backend.gate_rows; writes into x."""

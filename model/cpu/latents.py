@@ -23,7 +23,7 @@ from twostroke.model.cpu.kernels.elementwise import turn_queries
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
 from twostroke.model.cpu.linears import is_supported
-from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import ContextParts
 
 PART_TOKENS = 2048
 """Tokens of a context whose keys and values are in memory at a time, or whose latents came from other ranks."""

@@ -51,10 +51,10 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
 )
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import GpuTarget
+from twostroke.model.cuda.kernels.states import CudaStates
 from twostroke.model.cuda.latents import CudaLatentAttention
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
-from twostroke.model.cuda.states import CudaStates
-from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import ContextParts
 
 # Numbers of tokens that reach each row of the launch tables: of weights as they are, and of quantised ones.
 _FEW_TOKENS = (1, 17, 33)

@@ -18,7 +18,7 @@ from twostroke.model.cuda.kernels.latents import (
     turn_queries,
 )
 from twostroke.model.cuda.kernels.launch import GpuTarget
-from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.tensor_parallel import ContextParts
 
 PART_TOKENS = 8192
 """Tokens of all chunks' contexts together, about, whose keys and values are in memory at a time."""

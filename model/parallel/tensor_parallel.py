@@ -1,16 +1,37 @@
-"""Tensor parallelism of one engine's ranks by Megatron's scheme (Shoeybi et al. 2019).
+"""NCCL's log lines about the networks of its connections: only its log tells that it fell back to sockets.
+
+`NCCL_DEBUG=INFO` has a line for each channel of a connection between processes (NVIDIA's guide to NCCL, "Environment
+Variables", has the variables; the lines are those of NCCL 2.19 to 2.28):
+
+    host:53:271 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+    host:53:271 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+
+Not confirmed on hardware.
+
+Tensor parallelism of one engine's ranks by Megatron's scheme (Shoeybi et al. 2019).
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
 one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
-mixture's experts are cut as an MLP is, or divided whole: then a prompt's sum may go by expert_sums.py.
+mixture's experts are cut as an MLP is, or divided whole: then a prompt's sum may go by experts.py.
 
 They meet in a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs. No default group is
 made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a sum with computing:
 in a decoder without parallel branches the next operation needs it.
+
+Attention to latents whose tokens a stage's ranks have divided among them: decode context parallelism.
+
+Each rank has some heads of a layer's projections, as ever, and of each block of the cache some tokens (protocol/
+kv_layout.py). For a decode every rank attends with the queries of all heads to the tokens that it has, and each head's
+results go to the rank that has the head, which merges them by the logarithms of their sums of weights, as segments of a
+context are merged (Dao et al. 2023). For a prompt's chunk, whose rows are many, latents go about instead: they are one
+row a token, which all heads share.
 """
 
 import os
+import re
 import socket
+import threading
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,9 +42,51 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
-from twostroke.model.parallel.nccl_log import NCCL_LOG
 from twostroke.model.parallel.pipeline import StageLink
 from twostroke.protocol.requests import Address
+
+SOCKETS = "Socket"
+
+_DEBUG, _SUBSYSTEMS, _FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
+_OURS = "/proc/"
+_CHANNEL = re.compile(r"NCCL INFO Channel \d+.*? via NET/([^/\s][^/\n]*)/\d+")
+
+
+class NcclLog:
+    """NCCL's lines about its network, kept in memory; one for a process, since NCCL has one log for each."""
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self._beginning = threading.Lock()
+
+    def begin(self) -> None:
+        """Have NCCL write here from its first group on, unless the environment already asks for a log."""
+        with self._beginning:
+            asked = os.environ.get(_FILE, "") if _DEBUG in os.environ or _FILE in os.environ else _OURS
+            # A parent's, which this process has inherited, is as good as none.
+            if self._descriptor is None and asked.startswith(_OURS):
+                self._descriptor = os.memfd_create("nccl-log", os.MFD_CLOEXEC)
+                os.environ[_DEBUG], os.environ[_FILE] = "INFO", f"{_OURS}{os.getpid()}/fd/{self._descriptor}"
+                os.environ.setdefault(_SUBSYSTEMS, "NET")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far; 0 where nothing is written here."""
+        return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
+
+    def networks_since(self, start: int) -> Counter[str]:
+        """`networks` of what was written behind the first `start` bytes."""
+        if self._descriptor is None:
+            return Counter()
+        return networks(os.pread(self._descriptor, self.num_bytes - start, start).decode(errors="replace"))
+
+
+NCCL_LOG = NcclLog()
+
+
+def networks(log: str) -> Counter[str]:
+    """Over which networks channels go, by NCCL's names: Socket, IB, AWS Libfabric. None within a host (P2P, SHM)."""
+    return Counter(_CHANNEL.findall(log))
 
 
 class TensorParallel(Protocol):
@@ -235,3 +298,40 @@ class GroupRanks:
             self._group.abort()
             if self.link is not None:
                 self.link.abort()
+
+
+class ContextParts:
+    """Exchange of queries, results and latents among the ranks of a stage. Used on the engine's thread."""
+
+    def __init__(self, parallel: TensorParallel):
+        self._parallel = parallel
+        self.ranks = parallel.shard.size
+
+    def of_all_heads(self, queries: Tensor) -> Tensor:
+        """[T, heads of this rank, W] -> [T, all heads, W], both contiguous."""
+        tokens, heads, width = queries.shape
+        found = self._parallel.gather_rows(queries.view(tokens, -1)).view(self.ranks, tokens, heads, width)
+        return found.transpose(0, 1).contiguous().view(tokens, self.ranks * heads, width)
+
+    def merged(self, mixed: Tensor, log_sums: Tensor) -> Tensor:
+        """Merge all ranks' results for the heads of this rank.
+
+        mixed [T, all heads, R] are averages over this rank's tokens, and log_sums, fp32 [T, all heads], natural
+        logarithms of their sums of weights, -inf where it has none. Returns [T, heads, R].
+        """
+        tokens, all_heads, rank = mixed.shape
+        heads = all_heads // self.ranks
+        # The logarithms go along, bit by bit, as more numbers of mixed's dtype.
+        rows = torch.cat((mixed, log_sums.unsqueeze(-1).view(mixed.dtype)), dim=2).view(tokens, self.ranks, -1)
+        rows = rows.transpose(0, 1).contiguous().view(self.ranks * tokens, -1)
+        each = [tokens] * self.ranks
+        found = self._parallel.exchange_rows(rows, each, each).view(self.ranks, tokens, heads, -1)
+        logs = found[..., rank:].contiguous().view(torch.float32)
+        weights = logs.softmax(0)
+        return (found[..., :rank] * weights).sum(0).to(mixed.dtype)
+
+    def whole_blocks(self, parts: Tensor) -> Tensor:
+        """[blocks, tokens of this rank, W] -> [blocks, block_size, W], both contiguous."""
+        blocks, tokens, width = parts.shape
+        found = self._parallel.gather_rows(parts.view(blocks, -1)).view(self.ranks, blocks, tokens, width)
+        return found.transpose(0, 1).contiguous().view(blocks, self.ranks * tokens, width)

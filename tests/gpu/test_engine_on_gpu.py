@@ -18,8 +18,7 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.config import Quantization
-from twostroke.model.cuda.graphs import CudaGraphSteps, Recorder, batch_sizes
-from twostroke.model.cuda.prompt_graphs import PromptGraphs, step_shapes
+from twostroke.model.cuda.graphs import CudaGraphSteps, PromptGraphs, Recorder, batch_sizes, step_shapes
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.runner import ModelRunner

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES
-from twostroke.model.parallel import expert_slots
+from twostroke.model.parallel import experts as expert_slots
 from twostroke.model.parallel.ranked_engine import TensorParallelEngine
 from twostroke.protocol.errors import WorkerLost
 

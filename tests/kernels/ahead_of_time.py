@@ -30,8 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from twostroke.model.architectures.delta_net import DeltaWeights
 from twostroke.model.architectures.mamba import MambaWeights
-from twostroke.model.architectures.short_convolution import ConvolutionWeights
-from twostroke.model.architectures.states import StateWeights
+from twostroke.model.architectures.states import ConvolutionWeights, StateWeights
 from twostroke.model.backend import (
     AttentionForm,
     ExpertPlaces,
@@ -67,7 +66,7 @@ from twostroke.model.cuda.kernels.kv_units import (
 )
 from twostroke.model.cuda.kernels.latents import latent_decode, latent_decode_config
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
-from twostroke.model.cuda.states import CudaStates
+from twostroke.model.cuda.kernels.states import CudaStates
 from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 
 TARGETS = {80: A100, 89: GpuTarget.of((8, 9), 142), 90: H100, 100: B200}

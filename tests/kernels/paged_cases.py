@@ -25,9 +25,8 @@ from twostroke.model.batch import BatchLayout, local_lengths
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.linears import PlainLinear, embed
-from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import Shard
-from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous
+from twostroke.model.parallel.tensor_parallel import ContextParts, GroupRanks, Rendezvous
 from twostroke.protocol.kv_layout import first_seen
 
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

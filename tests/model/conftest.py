@@ -17,9 +17,8 @@ from twostroke.model.checkpoint.config_file import load_model_config, parse_mode
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from twostroke.model.config import Quantization
-from twostroke.model.parallel.context_parts import ContextParts
 from twostroke.model.parallel.form import ParallelForm
-from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
+from twostroke.model.parallel.tensor_parallel import ContextParts, SingleRank, TensorParallel
 from twostroke.model.parameters import expected_shapes
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.draws import DrawBatch, row_keys

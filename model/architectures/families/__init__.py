@@ -15,17 +15,15 @@ from twostroke.model.architectures.families.deepseek import (
     MISTRAL4,
 )
 from twostroke.model.architectures.families.family import Family
-from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3
-from twostroke.model.architectures.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from twostroke.model.architectures.families.gemma import GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED
 from twostroke.model.architectures.families.glm import GLM, GLM4, GLM4_MOE
 from twostroke.model.architectures.families.gpt_oss import GPT_OSS
-from twostroke.model.architectures.families.hybrids.granite import BAMBA, GRANITE_HYBRID
-from twostroke.model.architectures.families.hybrids.lfm2 import LFM2, LFM2_MOE
-from twostroke.model.architectures.families.hybrids.nemotron_h import NEMOTRON_H
-from twostroke.model.architectures.families.hybrids.qwen import QWEN3_NEXT, QWEN35, QWEN35_MOE
+from twostroke.model.architectures.families.granite import BAMBA, GRANITE_HYBRID
+from twostroke.model.architectures.families.lfm2 import LFM2, LFM2_MOE
 from twostroke.model.architectures.families.llama import (
     GRANITE,
     LLAMA,
+    LLAMA4,
     MINIMAX_M2,
     MINISTRAL,
     MINISTRAL3,
@@ -34,9 +32,17 @@ from twostroke.model.architectures.families.llama import (
     PHI3,
     SMOLLM3,
 )
-from twostroke.model.architectures.families.llama4 import LLAMA4
+from twostroke.model.architectures.families.nemotron_h import NEMOTRON_H
 from twostroke.model.architectures.families.olmo import OLMO2, OLMO3, OLMOE
-from twostroke.model.architectures.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from twostroke.model.architectures.families.qwen import (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN35,
+    QWEN35_MOE,
+)
 from twostroke.model.architectures.families.wrappers import WRAPPERS
 
 _ALL = (

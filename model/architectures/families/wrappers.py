@@ -10,12 +10,9 @@ from typing import Any
 
 from twostroke.model.architectures.families.deepseek import DEEPSEEK_V3, MISTRAL4
 from twostroke.model.architectures.families.family import ConfigFields, Family
-from twostroke.model.architectures.families.gemma import GEMMA3
-from twostroke.model.architectures.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
-from twostroke.model.architectures.families.hybrids.qwen import QWEN35, QWEN35_MOE
-from twostroke.model.architectures.families.llama import MINISTRAL3, MISTRAL
-from twostroke.model.architectures.families.llama4 import LLAMA4
-from twostroke.model.architectures.families.qwen import QWEN2_5_VL_TEXT, QWEN3_VL_TEXT
+from twostroke.model.architectures.families.gemma import GEMMA3, GEMMA4, GEMMA4_UNIFIED
+from twostroke.model.architectures.families.llama import LLAMA4, MINISTRAL3, MISTRAL
+from twostroke.model.architectures.families.qwen import QWEN2_5_VL_TEXT, QWEN3_VL_TEXT, QWEN35, QWEN35_MOE
 from twostroke.model.config import ModelConfig
 
 

@@ -12,8 +12,7 @@ from twostroke.model.architectures import context_index
 from twostroke.model.cuda import latents
 from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import H100, Architecture, GpuTarget
-from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.tensor_parallel import GroupRanks
+from twostroke.model.parallel.tensor_parallel import ContextParts, GroupRanks
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

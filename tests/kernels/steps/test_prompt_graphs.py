@@ -19,8 +19,7 @@ from twostroke.model.batch import StepInput
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.kernels.launch import H100
-from twostroke.model.cuda.prompt_graphs import (
+from twostroke.model.cuda.graphs import (
     MOST_CHUNKS,
     MOST_ROWS,
     PromptGraphs,
@@ -28,6 +27,7 @@ from twostroke.model.cuda.prompt_graphs import (
     most_rows,
     step_shapes,
 )
+from twostroke.model.cuda.kernels.launch import H100
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import prompt_shapes
 from twostroke.model.runner import ModelRunner

@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.paged_cases import assert_close
 from tests.model.architectures.test_states import BLOCK, HIDDEN, MIXERS, Mixer, cache, layout
-from twostroke.model.cuda.states import CudaStates
+from twostroke.model.cuda.kernels.states import CudaStates
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from twostroke.model.architectures.delta_net import DeltaNet, DeltaWeights
 from twostroke.model.architectures.mamba import Mamba, MambaWeights
-from twostroke.model.architectures.short_convolution import ConvolutionWeights, ShortConvolution
-from twostroke.model.architectures.states import StateMixer
+from twostroke.model.architectures.states import ConvolutionWeights, ShortConvolution, StateMixer
 from twostroke.model.backend import GroupNorm, StateKernels
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.cpu.backend import CpuStates

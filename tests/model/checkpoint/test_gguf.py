@@ -20,10 +20,8 @@ from tests.model.architectures.test_conformance import DELTA, make_runner, rando
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
-from twostroke.model.checkpoint.gguf.file import NAMES
+from twostroke.model.checkpoint.gguf.file import HYBRID_NAMES, NAMES, WHOLE_NAMES
 from twostroke.model.checkpoint.gguf.folder import folder_of
-from twostroke.model.checkpoint.gguf.hybrid import NAMES as HYBRID_NAMES
-from twostroke.model.checkpoint.gguf.hybrid import WHOLE_NAMES
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.protocol.errors import ConfigError

@@ -10,8 +10,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from twostroke.model.architectures.families import FAMILIES
 from twostroke.model.architectures.families.family import ConfigFields, Family
 from twostroke.model.architectures.families.wrappers import WRAPPERS
-from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.checkpoint.known_fields import CHANGES, INERT
+from twostroke.model.checkpoint.config_file import CHANGES, INERT, parse_model_config
 from twostroke.protocol.errors import ConfigError
 
 BY_NAME = pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

@@ -11,8 +11,7 @@ from twostroke.model.cpu import latents
 from twostroke.model.cpu.kernels.elementwise import write_index_keys, write_latents
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.linears import is_supported
-from twostroke.model.parallel.context_parts import ContextParts
-from twostroke.model.parallel.tensor_parallel import GroupRanks
+from twostroke.model.parallel.tensor_parallel import ContextParts, GroupRanks
 
 DTYPES = [torch.float32, torch.bfloat16]
 DECODES = [(1, 1), (1, 16), (1, 17), (1, 600)]

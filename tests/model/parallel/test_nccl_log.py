@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from twostroke.model.parallel.nccl_log import NcclLog, networks
+from twostroke.model.parallel.tensor_parallel import NcclLog, networks
 
 OVER_SOCKETS = """host-7:53:271 [0] NCCL INFO NET/IB : No device found.
 host-7:53:271 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.5<0>

@@ -29,11 +29,17 @@ from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
-from twostroke.model.parallel import expert_sums
-from twostroke.model.parallel.context_parts import ContextParts
+from twostroke.model.parallel.experts import LEAST_SAVED_BYTES, exchange_pays, saved_bytes, sum_of_experts
 from twostroke.model.parallel.form import ParallelForm, Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
-from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, Rendezvous, SingleRank, TensorParallel
+from twostroke.model.parallel.tensor_parallel import (
+    ContextParts,
+    GroupRanks,
+    RankPlace,
+    Rendezvous,
+    SingleRank,
+    TensorParallel,
+)
 from twostroke.model.runner import ModelRunner
 from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.sampling.sampler import Sampler
@@ -229,7 +235,7 @@ def test_ranks_that_exchange_rows_of_experts_draw_the_tokens_that_one_draws(
     sums: list[int] = []
     all_reduce = GroupRanks.all_reduce
     monkeypatch.setattr(GroupRanks, "all_reduce", lambda group, x: (sums.append(len(x)), all_reduce(group, x))[1])
-    monkeypatch.setitem(expert_sums.LEAST_SAVED_BYTES, "cpu", 0)
+    monkeypatch.setitem(LEAST_SAVED_BYTES, "cpu", 0)
     for size in (2, 4):
         sums.clear()
         with ranks(folder, size, has_whole_experts=True) as together:
@@ -262,14 +268,14 @@ def test_rows_of_experts_are_summed_on_all_ranks_with_the_bytes_that_are_counted
 
     def summed(shard: Shard) -> torch.Tensor:
         group = GroupRanks(shard, rendezvous.address, CPU)
-        return expert_sums.sum_of_experts(summands[shard.rank], experts, number, group)
+        return sum_of_experts(summands[shard.rank], experts, number, group)
 
     with ThreadPoolExecutor(size) as threads:
         for found in threads.map(summed, shards):
             torch.testing.assert_close(found, summands.sum(0))
     if tokens == 200:
         all_of_them = tokens * (size - 1)
-        saved = expert_sums.saved_bytes(tokens, 1, 2, size) * size
+        saved = saved_bytes(tokens, 1, 2, size) * size
         assert all_of_them - sum(sent) == pytest.approx(saved, rel=0.03)
 
 
@@ -411,7 +417,7 @@ def test_rows_are_exchanged_where_that_saves_enough_and_never_in_a_captured_grap
         y: Any = SimpleNamespace(
             is_cuda=kind == "cuda", shape=(tokens, 4096), element_size=lambda: 2, device=torch.device(kind)
         )
-        return expert_sums.pays(y, top_k=2, shard=shard)
+        return exchange_pays(y, top_k=2, shard=shard)
 
     is_capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)

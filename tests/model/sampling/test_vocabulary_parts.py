@@ -7,8 +7,7 @@ import torch
 
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank
-from twostroke.model.sampling.sampler import Sampler
-from twostroke.model.sampling.vocabulary_parts import gather_logits, largest_of_ranks
+from twostroke.model.sampling.sampler import Sampler, gather_logits, largest_of_ranks
 from twostroke.model.step import Draw
 from twostroke.protocol.requests import SamplingParams
 

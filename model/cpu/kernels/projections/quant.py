@@ -54,18 +54,21 @@ from twostroke.model.cpu.kernels.projections.gemm import (
     VECTORS,
     finish_row,
 )
-from twostroke.model.cpu.kernels.projections.packing import CHUNK, PackedWeight, table_of, values_of_codes
-from twostroke.model.cpu.kernels.projections.quant_amx import SCRATCH_BYTES, multiply_panel
-from twostroke.model.cpu.kernels.projections.unpacking import (
+from twostroke.model.cpu.kernels.projections.packing import (
+    CHUNK,
     EIGHT_BITS,
     FOUR_BITS,
     PAIRS,
     Form,
+    PackedWeight,
     load_step,
     load_table,
+    table_of,
     unpack,
+    values_of_codes,
     widened,
 )
+from twostroke.model.cpu.kernels.projections.quant_amx import SCRATCH_BYTES, multiply_panel
 
 DIRECT_ROWS = 4  # of a tile that unpacks; more need registers that the unpacking takes
 DIRECT_MOST_ROWS = 8

@@ -20,10 +20,11 @@ from twostroke.model.cpu.kernels.amx import DEPTH, PAIRED_TILES, ROWS, WIDE_TILE
 from twostroke.model.cpu.kernels.floats import FLOATS, LINE_BYTES, ask_for_line, multiply_add, spread
 from twostroke.model.cpu.kernels.launch import WIDE, at, compiled, written_in_llvm
 from twostroke.model.cpu.kernels.projections.gemm import PANEL_COLUMNS, STEP_BYTES
-from twostroke.model.cpu.kernels.projections.packing import CHUNK, LEAST_GROUP
-from twostroke.model.cpu.kernels.projections.unpacking import (
+from twostroke.model.cpu.kernels.projections.packing import (
+    CHUNK,
     EIGHT_BITS,
     FOUR_BITS,
+    LEAST_GROUP,
     Form,
     load_table,
     unpack,

@@ -1,5 +1,6 @@
 """Granite 4 and Bamba: most layers are of Mamba-2, some attend. Granite's MLP may stand beside experts, and its smaller
-models have layers that attend alone."""
+models have layers that attend alone.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace

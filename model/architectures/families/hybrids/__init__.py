@@ -1,1 +1,0 @@
-"""Families whose layers keep a state instead of keys and values, but for some that attend."""

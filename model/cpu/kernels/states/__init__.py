@@ -1,1 +1,0 @@
-"""Kernels of layers that keep a state instead of keys and values."""
