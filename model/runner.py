@@ -73,7 +73,7 @@ class TokenSampler(Protocol):
         """Counter: rows that held NaN or +inf."""
 
 
-MOST_SCORED_ROWS = 256
+MAX_SCORED_ROWS = 256
 _SCORED_BYTES = 64 << 20
 """Bytes of prompt tokens' logits in memory at a time."""
 
@@ -343,7 +343,7 @@ class ModelRunner:
         if len(pooled):
             scorer.add_hidden(pooled.float().sum(0).cpu().numpy())
         targets = scorer.targets(start, len(hidden))
-        most = max(1, min(MOST_SCORED_ROWS, _SCORED_BYTES // (4 * self._decoder.vocab_size)))
+        most = max(1, min(MAX_SCORED_ROWS, _SCORED_BYTES // (4 * self._decoder.vocab_size)))
         for first in range(0, len(targets), most):
             block = targets[first : first + most]
             logits = self._decoder.logits(hidden[first : first + len(block)])

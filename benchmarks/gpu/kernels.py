@@ -29,7 +29,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear
 from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
-from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MOST_TOKENS, SplitWorkspace
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, MAX_TOKENS, SplitWorkspace
 from twostroke.model.cuda.kernels.kv_units import address_tensor, copy_and_digest_units, packed_places, paged_places
 from twostroke.model.cuda.sampler import DeviceSampler
 from twostroke.model.step import Draw, SequenceStep
@@ -114,10 +114,10 @@ def measure_fp8_products(sizes: Sizes, place: GpuPlace, limits: GpuLimits) -> It
             ours_s = place.clock.seconds(partial(linear, x))
             label, figure = f"FP8 by FP8, {tokens} tokens, scales of {name}", f"{ours_s * 1e6:.0f} us"
             of_prompts, of_kernel = {"rows": (0.8, 1.6), "blocks": (0.7, 1.4)}[name]
-            predicted = 0.75 if tokens <= MOST_TOKENS else of_prompts
+            predicted = 0.75 if tokens <= MAX_TOKENS else of_prompts
             yield LimitRow(label, least_s / ours_s, None, figure, "the limit", predicted)
             yield LimitRow(f"{label}, peer", torch_s / ours_s, 0.8, figure, "torch._scaled_mm", 0.8)
-            if tokens > MOST_TOKENS:
+            if tokens > MAX_TOKENS:
                 kernel_s = place.clock.seconds(partial(kernel, x))
                 yield LimitRow(
                     f"{label}, torch", kernel_s / ours_s, 1.0, f"{kernel_s * 1e6:.0f} us", "our kernel", of_kernel

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from twostroke.model.backend import LayerNorm, Linear
 from twostroke.model.batch import BatchLayout
-from twostroke.model.costs.sizes import GATHERED_BYTES, MOST_SCORES
+from twostroke.model.costs.sizes import GATHERED_BYTES, MAX_SCORES
 from twostroke.model.shapes.latent_sizes import IndexSizes
 
 
@@ -71,14 +71,14 @@ class ContextIndex:
         chosen = torch.empty((len(queries.weights), top_k), dtype=torch.int32, device=kv_layer.device)
         contexts, starts = layout.context_lens.tolist(), layout.query_starts.tolist()
         longest = max(contexts[:count], default=0)
-        at_once = max(1, MOST_SCORES // max(longest, at_least))
+        at_once = max(1, MAX_SCORES // max(longest, at_least))
         for first in range(0, count, at_once):
             rows = slice(first, min(first + at_once, count))
             tables = layout.block_tables[rows]
             chosen[rows] = self._choose(queries, rows, layout.positions[rows, None], kv_layer, tables, longest)[:, 0]
         for sequence in range(count, len(contexts)):
             context, tables = contexts[sequence], layout.block_tables[sequence : sequence + 1]
-            at_once = max(1, MOST_SCORES // max(context, at_least))
+            at_once = max(1, MAX_SCORES // max(context, at_least))
             for first in range(starts[sequence], starts[sequence + 1], at_once):
                 rows = slice(first, min(first + at_once, starts[sequence + 1]))
                 positions = layout.positions[None, rows]
@@ -114,7 +114,7 @@ class ContextIndex:
         heads = queries.heads[rows].float().view(len(positions), -1, sizes.key)  # [S, n heads, key]
         weights = queries.weights[rows].view(*positions.shape, 1, sizes.heads)
         scores = torch.empty((*positions.shape, context), device=tables.device)
-        blocks_at_once = max(1, MOST_SCORES // (len(heads) * max(heads.shape[1:]) * block_size))
+        blocks_at_once = max(1, MAX_SCORES // (len(heads) * max(heads.shape[1:]) * block_size))
         for first in range(0, -(-context // block_size), blocks_at_once):
             blocks = tables[:, first : first + blocks_at_once].long()
             keys = kv_layer[blocks, 0, 0, :, -sizes.key :].flatten(1, 2).float()

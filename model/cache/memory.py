@@ -50,7 +50,7 @@ def cache_bytes_on_gpu(memory: GpuMemory) -> int:
 
 HOST_SHARE = 0.1
 FULL_CONTEXTS = 4
-LEAST_HOST_CACHE = 2**28
+MIN_HOST_CACHE = 2**28
 
 
 def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int) -> int:
@@ -61,7 +61,7 @@ def cache_bytes_on_host(free: int, ranks: int, *, needed: int, full_context: int
     `needed` for weights and steps. Where that is next to nothing, a small cache lets `check_memory` name the whole sum.
     """
     wanted = max(int(free * HOST_SHARE) // ranks, FULL_CONTEXTS * full_context)
-    return min(wanted, max((free // ranks - needed) // 2, LEAST_HOST_CACHE))
+    return min(wanted, max((free // ranks - needed) // 2, MIN_HOST_CACHE))
 
 
 def check_memory(device: str, *, weights: int, cache: int, step: int, free: int) -> None:

@@ -21,7 +21,7 @@ from twostroke.protocol.errors import ConfigError
 CONFIG_FILE = "config.json"
 QUANTIZATION_FILES = {"gptq": "quantize_config.json", "modelopt": "hf_quant_config.json"}
 """Files that say it where config.json does not: AutoGPTQ's and ModelOpt's, of before."""
-MOST_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -74,8 +74,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():  # a FIFO would be waited for
         raise ConfigError(f"{path} is no regular file")
     try:
-        if (size := path.stat().st_size) > MOST_JSON_BYTES:
-            raise ConfigError(f"{path} has {size} bytes: at most {MOST_JSON_BYTES} are read")
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise ConfigError(f"{path} has {size} bytes: at most {MAX_JSON_BYTES} are read")
         raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number_if_one)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as JSON: {error}") from error

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from twostroke.model.architectures.families.family import MOST_EXPERTS, MOST_LAYERS, shown
+from twostroke.model.architectures.families.family import MAX_EXPERTS, MAX_LAYERS, shown
 from twostroke.model.architectures.transformers_decoder import AttentionCall
 from twostroke.protocol.errors import ConfigError
 
@@ -18,7 +18,7 @@ def read_transformers_config(raw: dict[str, Any], source: str) -> Any:
     def refused(field: str, why: str) -> ConfigError:
         return ConfigError(f"{source}: {field}: {why}")
 
-    for field, most in _MOST_OF.items():
+    for field, most in _MAX_OF.items():
         if isinstance(count := raw.get(field), int) and count > most:
             raise refused(field, f"{shown(count)} is more than any model has: at most {most} are taken")
     kind, architectures = raw.get("model_type"), raw.get("architectures") or []
@@ -56,9 +56,9 @@ def read_transformers_config(raw: dict[str, Any], source: str) -> Any:
     return config
 
 
-_MOST_OF = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MOST_LAYERS),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), MOST_EXPERTS),
+_MAX_OF = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), MAX_EXPERTS),
 }
 _VERSION = transformers.__version__
 # Tensors that attention may be handed and needs not: ours takes positions and masks from the layout.

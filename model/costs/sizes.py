@@ -302,7 +302,7 @@ def step_bytes_on_cpu(config: ModelShape, bounds: StepBounds, itemsize: int) -> 
     return activations + logits + _choice_bytes(config, bounds, itemsize)
 
 
-MOST_SCORES = 1 << 23
+MAX_SCORES = 1 << 23
 """Numbers of each kind that an index has in memory at a time: keys, scores of each head, scores of each query."""
 GATHERED_BYTES = 64 * 2**20
 """Bytes of chosen rows that are in memory at a time."""
@@ -314,7 +314,7 @@ def _choice_bytes(config: ModelShape, bounds: StepBounds, itemsize: int) -> int:
         return 0
     of_token = 2 * index.heads * index.key * itemsize + index.top_k * FP32_BYTES
     of_score = 6 * FP32_BYTES + 2 * INT64_BYTES  # keys twice, of heads, in sum, and in the order of choice
-    return bounds.max_tokens * of_token + MOST_SCORES * of_score + 2 * GATHERED_BYTES
+    return bounds.max_tokens * of_token + MAX_SCORES * of_score + 2 * GATHERED_BYTES
 
 
 def kv_block_bytes(config: ModelShape, block_size: int, itemsize: int, parallel: ParallelForm = ONE_RANK) -> int:

@@ -33,7 +33,7 @@ from twostroke.model.cuda.kernels.attention import (
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import (
     FP8_GROUP,
-    MOST_TOKENS,
+    MAX_TOKENS,
     SplitWorkspace,
     can_multiply_fp8,
     can_pack,
@@ -64,7 +64,7 @@ _ANY_TOKENS = (*_FEW_TOKENS, 65, 129)
 class CudaLinear:
     """Weights as the checkpoint lays them out, or in eight or four bits, widened as they are multiplied.
 
-    Up to MOST_TOKENS tokens a projection is bound by reading its weights, and our kernel reads them; beyond, cuBLAS is
+    Up to MAX_TOKENS tokens a projection is bound by reading its weights, and our kernel reads them; beyond, cuBLAS is
     hard to beat. Quantised weights are for our kernel alone. Implements model.backend.Linear.
     """
 
@@ -99,9 +99,9 @@ class CudaLinear:
 
     def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
         tokens, bits = x.shape[0], self._weight.bits
-        if activation is not None and tokens > MOST_TOKENS:
+        if activation is not None and tokens > MAX_TOKENS:
             return elementwise.gate(self._product(x, out_dtype, None), activation)
-        if bits < 16 or tokens <= MOST_TOKENS:
+        if bits < 16 or tokens <= MAX_TOKENS:
             config = gemm_config(self._target, x.dtype, bits, tokens, self.out_features, self.in_features)
             return gemm(x, self._weight, self._bias, out_dtype, self._workspace, config, activation=activation)
         if out_dtype == x.dtype:
@@ -147,7 +147,7 @@ class GroupedCudaLinear:
 class Fp8CudaLinear:
     """Weights in FP8 multiplied by activations that each token's own scale makes FP8, for GPUs that know it.
 
-    Results in bf16 of more than MOST_TOKENS tokens are torch's, where it agrees. Implements model.backend.Linear.
+    Results in bf16 of more than MAX_TOKENS tokens are torch's, where it agrees. Implements model.backend.Linear.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Fp8CudaLinear:
         return self._product(x, out_dtype, activation)
 
     def _product(self, x: Tensor, out_dtype: torch.dtype, activation: Activation | None) -> Tensor:
-        if activation is not None and len(x) > MOST_TOKENS:
+        if activation is not None and len(x) > MAX_TOKENS:
             return elementwise.gate(self._product(x, out_dtype, None), activation)
         return self.of_codes(*quantize_tokens(x), out_dtype, activation)
 
@@ -189,7 +189,7 @@ class Fp8CudaLinear:
         self, codes: Tensor, scales: Tensor, out_dtype: torch.dtype, activation: Activation | None = None
     ) -> Tensor:
         """Return the product of tokens that are FP8 already, codes [T, in] with scales fp32 [T]."""
-        if self._torch_product is not None and out_dtype == torch.bfloat16 and len(codes) > MOST_TOKENS:
+        if self._torch_product is not None and out_dtype == torch.bfloat16 and len(codes) > MAX_TOKENS:
             return self._torch_product(codes, scales, self._bias)
         return self._ours(codes, scales, out_dtype, activation)
 
@@ -394,8 +394,8 @@ class CudaBackend:
             if not launch.compiles_only:
                 self._with_codes.add(down)
             down(x.new_zeros((1, down.in_features)))
-            of_many(x.new_zeros((MOST_TOKENS + 1, x.shape[1])))
-        return of_many(x) if len(x) > MOST_TOKENS else down(self.gated(x, gate_up, activation))
+            of_many(x.new_zeros((MAX_TOKENS + 1, x.shape[1])))
+        return of_many(x) if len(x) > MAX_TOKENS else down(self.gated(x, gate_up, activation))
 
     def attention(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm) -> Tensor:
         if kv_layer.dtype == torch.float8_e4m3fn and not self._target.has_fp8:

@@ -28,7 +28,7 @@ from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 
 _log = logging.getLogger(__name__)
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 _ALONE = threading.Lock()  # of two at once the last to end would leave the other's patch in Triton
 
 
@@ -73,7 +73,7 @@ def compile_steps(decoder: StepDecoder, sampler: object, make_cache: Callable[..
     `sampler` draws where it is a DeviceSampler. `make_cache` is called for a cache of one block.
     """
     kv_cache = make_cache(num_blocks=1, model_digest="")
-    begin, threads = time.monotonic(), min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    begin, threads = time.monotonic(), min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with torch.inference_mode(), compiling_in_threads(threads) as compiled:
         for lengths in ([1, 2], [1]):
             decoder.forward(_step(kv_cache, lengths))

@@ -7,7 +7,7 @@ the host may prepare a step while the one before runs.
 Small steps that prompts are part of as CUDA graphs: one launch each, where the host would take longer than the GPU.
 
 A graph is captured for each of some shapes: rows for a number of sequences that bring one token, and behind them rows
-for the tokens of up to MOST_CHUNKS prompts. Rows that a step leaves empty belong to no sequence: their KV goes nowhere,
+for the tokens of up to MAX_CHUNKS prompts. Rows that a step leaves empty belong to no sequence: their KV goes nowhere,
 nothing attends to them, and their results are dropped. Lengths are read on the device, so launches follow the shape.
 """
 
@@ -236,7 +236,7 @@ def batch_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-MOST_ROWS = 2048
+MAX_ROWS = 2048
 """Rows of the largest graph of any model."""
 _HOST_BOUND = 1.28e11
 """Rows times a layer's weights, up to which the host takes longer to launch an eager step than the GPU to compute it:
@@ -244,7 +244,7 @@ both are 12 ms at 512 rows of an 8B model (H200, 2026-11-26). A padded row costs
 _ANNOUNCED_PART = 0.27
 """Part of these rows where layers are announced, which they are at the step's end: KV of 128 tokens of an 8B model is
 on its way for 0.7 ms at 25 GB/s."""
-MOST_CHUNKS = 7
+MAX_CHUNKS = 7
 _TOKENS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _SINGLES = (8, 32, 128)
 _FEW_TOKENS = (
@@ -269,13 +269,13 @@ class StepShape:
     def sequences(self) -> int:
         """Sequences that have a place. The last place is always empty: rows that no token is drawn after attend to
         it."""
-        return self.singles + MOST_CHUNKS + 1
+        return self.singles + MAX_CHUNKS + 1
 
 
 def most_rows(layer_parameters: float, announces_layers: bool) -> int:
     """Return the rows of the largest step that is worth a graph, by the weights that a rank multiplies in one layer."""
     rows = _HOST_BOUND / layer_parameters * (_ANNOUNCED_PART if announces_layers else 1)
-    return min(MOST_ROWS, int(rows))
+    return min(MAX_ROWS, int(rows))
 
 
 def step_shapes(max_tokens: int, max_sequences: int, most_rows: int) -> list[StepShape]:
@@ -353,7 +353,7 @@ class PromptGraphs:
         tokens = sum(len(step.token_ids) for step in steps) - singles
         fitting = (shape for shape in self._shapes if shape.singles >= singles and shape.tokens >= tokens)
         shape = next(fitting, None)
-        if shape is None or not drawing or len(steps) - singles > MOST_CHUNKS:
+        if shape is None or not drawing or len(steps) - singles > MAX_CHUNKS:
             return None
         with self._inputs.next() as inputs:
             width = self._fill(inputs, steps, drawing, shape, singles)

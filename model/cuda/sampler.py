@@ -116,7 +116,7 @@ class DeviceSampler:
 
     def capture(self, logits: Tensor, sizes: Sequence[int], recorder: Recorder) -> None:
         """Record the draws from these logits, fp32 [largest size, V], which are those of captured steps of `sizes`."""
-        few = [size for size in sizes if size <= MOST_CAPTURED_ROWS]
+        few = [size for size in sizes if size <= MAX_CAPTURED_ROWS]
         self._captured = CapturedDraws(logits, few, recorder) if few else None
 
     def take(self, drawn: Tensor, draws: Sequence[Draw]) -> DrawnTokens:
@@ -129,7 +129,7 @@ class DeviceSampler:
         return DrawnTokens(drawn[0, : len(draws)], on_host, LaunchedWork(self._device), self, draws)
 
 
-MOST_CAPTURED_ROWS = 64
+MAX_CAPTURED_ROWS = 64
 """A draw is up to a dozen launches, of some 20 us each of the host's time: beside larger batches that is little."""
 _FEATURES = [
     SamplingFeatures(False, False, False),

@@ -75,9 +75,9 @@ class ComingRows:
         return self.rows
 
 
-LEAST_TOKENS = 256
+MIN_TOKENS = 256
 """Minimum prompt tokens of a micro-batch: with fewer, products wait for weights to be loaded."""
-MOST_OF_A_STAGE = 4
+MAX_OF_A_STAGE = 4
 """Micro-batches for each stage: of 2 stages each waits a ninth of the step then, of 8 a sixth."""
 
 
@@ -117,7 +117,7 @@ class MicroBatch:
 def num_micro_batches(steps: Sequence[SequenceStep], num_stages: int) -> int:
     """Into how many micro-batches a step is cut, by its prompts' tokens."""
     tokens = sum(len(step.token_ids) for step in steps if len(step.token_ids) > 1)
-    return max(1, min(MOST_OF_A_STAGE * num_stages, tokens // LEAST_TOKENS))
+    return max(1, min(MAX_OF_A_STAGE * num_stages, tokens // MIN_TOKENS))
 
 
 def micro_batches(steps: Sequence[SequenceStep], count: int) -> list[MicroBatch]:

@@ -71,7 +71,7 @@ def largest_of_ranks(logits: Tensor, vocab_size: int, parallel: TensorParallel) 
     return torch.stack((token, broken.amax(0))).long()
 
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for the log-probability of an impossible token: JSON has no infinity, and OpenAI's API uses this number."""
 
 _WORD = (1 << 64) - 1
@@ -151,9 +151,9 @@ class Sampler:
         """Return the log-probabilities of `ids` [R, K] in `rows` [R]."""
         row_index = torch.from_numpy(rows).to(logits.device)[:, None]
         values = logits[row_index, torch.from_numpy(ids).to(logits.device)].double().cpu().numpy()
-        logprobs = np.full(values.shape, LEAST_LOGPROB)
+        logprobs = np.full(values.shape, MIN_LOGPROB)
         np.subtract(values, self._kernels.log_sum_exp(logits, rows)[:, None], out=logprobs, where=values > -np.inf)
-        np.maximum(logprobs, LEAST_LOGPROB, out=logprobs)
+        np.maximum(logprobs, MIN_LOGPROB, out=logprobs)
         return logprobs
 
     def _mend(

@@ -83,7 +83,7 @@ def assert_right(folder: Path, prompts: Sequence[list[int]], scorers: Sequence[P
 def test_prompt_tokens_are_as_likely_as_transformers_finds_them(
     name: str, way: Any, folders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "MOST_SCORED_ROWS", 16)
+    monkeypatch.setattr(runner_module, "MAX_SCORED_ROWS", 16)
     runner, _ = make_engine(folders(name), way)
     prompts = random_prompts(101, (2, 37, 90, 131))
     assert_right(folders(name), prompts, read(runner, prompts, ScoringParams(logprobs=TOP), chunk=37))

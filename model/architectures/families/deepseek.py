@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -96,7 +96,7 @@ def _with_v32_experts(config: ModelConfig, fields: ConfigFields, groups: int) ->
 
 def _dense_layers(fields: ConfigFields, num_layers: int, first: int) -> list[int]:
     """Return the layers without experts: by a list, or the first ones."""
-    first = fields.count("first_k_dense_replace", default=first, most=MOST_LAYERS)
+    first = fields.count("first_k_dense_replace", default=first, most=MAX_LAYERS)
     usual = ["dense" if layer < first else "sparse" for layer in range(num_layers)]
     kinds = fields.texts("mlp_layer_types", usual)
     if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
@@ -238,7 +238,7 @@ def _read(
         ),
     )
     ignored = (f"{spec.layers}.{config.num_layers}.",)  # the MTP head's
-    mtp = MtpSpec() if fields.count("num_nextn_predict_layers", default=0, most=MOST_LAYERS) else None
+    mtp = MtpSpec() if fields.count("num_nextn_predict_layers", default=0, most=MAX_LAYERS) else None
     return replace(
         config,
         spec=replace(spec, layer=layer, ignored=ignored, mtp=mtp),

@@ -25,10 +25,10 @@ from twostroke.protocol.errors import ConfigError
 INTERLEAVED = "twostroke_interleaved"
 """A field of our own, of folders that are made of GGUF files: rows of queries and keys are in those files' order."""
 
-MOST_LAYERS, MOST_EXPERTS, MOST_CHANNELS = 1000, 4096, 2**20
+MAX_LAYERS, MAX_EXPERTS, MAX_CHANNELS = 1000, 4096, 2**20
 """More than any model has: a file that says more is damaged, and its tensors' names alone would fill the memory."""
-_MOST_INTEGER = 2**53
-_MOST_NUMBER = 1e18  # so that products of a few are finite in fp32, too
+_MAX_INTEGER = 2**53
+_MAX_NUMBER = 1e18  # so that products of a few are finite in fp32, too
 
 _ROPE_TYPES = tuple(kind for kind in get_args(RopeType) if kind != "proportional")  # which Gemma 4 alone has
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -143,7 +143,7 @@ def with_experts(config: ModelConfig, experts: ExpertsSpec, dense_layers: Iterab
 def read_routing(fields: "ConfigFields", number: str, *, experts: int, top_k: int, normalises: bool = False) -> Routing:
     """Softmax over all experts, as many as the field `number` says. Raises ConfigError."""
     count, chosen = (
-        fields.integer(number, default=experts, most=MOST_EXPERTS),
+        fields.integer(number, default=experts, most=MAX_EXPERTS),
         fields.integer("num_experts_per_tok", default=top_k),
     )
     if chosen > count:
@@ -172,7 +172,7 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         raise fields.error(defaults.activation_field, what)
     max_position = fields.integer("max_position_embeddings", default=defaults.max_position)
     rope, local_rope = _read_ropes(fields, max_position, head_dim, defaults)
-    num_layers, windows = fields.integer("num_hidden_layers", most=MOST_LAYERS), defaults.windows
+    num_layers, windows = fields.integer("num_hidden_layers", most=MAX_LAYERS), defaults.windows
     has_window = [False] * num_layers if windows is None else _window_layers(fields, num_layers, windows)
     window = 0 if windows is None else _read_window(fields, max_position, windows)
     return ModelConfig(
@@ -326,7 +326,7 @@ def _yarn_attention_factor(rope: "ConfigFields", factor: float) -> float:
 
 def shown(value: object) -> str:
     """A value of a file, in an error: its beginning."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < _MOST_INTEGER else "a number of many digits"
+    text = repr(value) if not isinstance(value, int) or abs(value) < _MAX_INTEGER else "a number of many digits"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -395,12 +395,12 @@ class ConfigFields:
         """Return True if the field is set and not empty."""
         return bool(self._ask(name))
 
-    def count(self, name: str, default: int, most: int = _MOST_INTEGER) -> int:
+    def count(self, name: str, default: int, most: int = _MAX_INTEGER) -> int:
         """An integer that is not negative."""
         value = self._get(name, default)
         return 0 if value == 0 and not isinstance(value, bool) else self.integer(name, default, most)
 
-    def integer(self, name: str, default: int | None = None, most: int = _MOST_INTEGER) -> int:
+    def integer(self, name: str, default: int | None = None, most: int = _MAX_INTEGER) -> int:
         """A positive integer."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -412,7 +412,7 @@ class ConfigFields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_NUMBER:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_NUMBER:
             raise self.error(name, f"expected a positive number, found {shown(value)}")
         return float(value)
 
@@ -420,7 +420,7 @@ class ConfigFields:
         """Return a list of `count` positive finite numbers."""
         values = self._get(name, None)
         are_numbers = isinstance(values, list) and all(
-            isinstance(value, int | float) and 0 < value <= _MOST_NUMBER for value in values
+            isinstance(value, int | float) and 0 < value <= _MAX_NUMBER for value in values
         )
         if not are_numbers or len(values) != count:
             raise self.error(name, f"expected a list of {count} positive numbers")

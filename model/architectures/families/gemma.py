@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_EXPERTS,
+    MAX_EXPERTS,
     ConfigFields,
     Defaults,
     Family,
@@ -107,7 +107,7 @@ GEMMA3 = Family("Gemma3ForCausalLM", model_type="gemma3_text", read_config=read_
 
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"
-_MOST_PARTS = 64
+_MAX_PARTS = 64
 """More blocks than a row of any model's wide layers takes: a file that says more is damaged."""
 _NORMS = ExpertNorms(
     router="router.scale",
@@ -141,9 +141,9 @@ def _read_gemma4(fields: ConfigFields, family: str, *, window: int, max_position
     number = min(one.number for one in heads)
     width = min(one.width // number for one in heads)
     unit = number * width
-    if any(one.number % number or one.width % unit or one.width > _MOST_PARTS * unit for one in heads):
+    if any(one.number % number or one.width % unit or one.width > _MAX_PARTS * unit for one in heads):
         shapes = ", ".join(sorted({f"{one.number} heads of {one.dim}" for one in heads}))
-        what = f"wider ones are to be multiples of others, at most {_MOST_PARTS} times as wide"
+        what = f"wider ones are to be multiples of others, at most {_MAX_PARTS} times as wide"
         raise fields.error("per_layer_config", f"layers' keys have {shapes}: {what}")
     owners = _owners(fields, kinds)
     layer = replace(
@@ -276,7 +276,7 @@ def _experts(
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
             fields.is_set(name)
         return None
-    count, chosen = fields.integer("num_experts", most=MOST_EXPERTS), fields.integer("top_k_experts")
+    count, chosen = fields.integer("num_experts", most=MAX_EXPERTS), fields.integer("top_k_experts")
     if chosen > count:
         raise fields.error("top_k_experts", f"{chosen} are more than num_experts, which is {count}")
     spec = experts_spec(Routing(count, chosen, normalises=True), fields.integer("moe_intermediate_size"))

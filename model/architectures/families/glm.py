@@ -5,7 +5,7 @@ norm of its own, too. GLM-4.5: halves of a head are turned in Llama's pairs, and
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -42,11 +42,11 @@ def read_glm4_moe_config(fields: ConfigFields) -> ModelConfig:
     spec = decoder_spec("GLM-4.5", qkv_bias=bias, has_head_norms=has_norms)
     config = read_decoder(fields, spec, Defaults(rms_norm_eps=1e-5, rotated_part=0.5, max_position=131_072))
     first, size = config.num_layers, fields.integer("moe_intermediate_size", default=1408)
-    drafting = range(first, first + fields.count("num_nextn_predict_layers", default=1, most=MOST_LAYERS))
+    drafting = range(first, first + fields.count("num_nextn_predict_layers", default=1, most=MAX_LAYERS))
     mtp = MtpSpec() if drafting else None
     spec = replace(config.spec, ignored=tuple(f"{spec.layers}.{layer}." for layer in drafting), mtp=mtp)
     experts = experts_by_groups(fields, size, experts=128, top_k=8, groups=1, normalises=True)
-    dense = range(fields.count("first_k_dense_replace", default=1, most=MOST_LAYERS))
+    dense = range(fields.count("first_k_dense_replace", default=1, most=MAX_LAYERS))
     return with_experts(replace(config, spec=spec), experts, dense)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_CHANNELS,
-    MOST_EXPERTS,
+    MAX_CHANNELS,
+    MAX_EXPERTS,
     ConfigFields,
     Defaults,
     Family,
@@ -49,7 +49,7 @@ def check_sizes(fields: ConfigFields, sizes: MambaSizes, kv_heads: int, *, heads
         raise fields.error(groups, f"{sizes.groups} does not divide {heads}, which is {sizes.heads}")
     if sizes.groups % kv_heads and kv_heads % sizes.groups:
         raise fields.error(groups, f"{sizes.groups} and num_key_value_heads, {kv_heads}: one must divide the other")
-    if sizes.head % 2 or sizes.taps < 2 or sizes.conv_width > MOST_CHANNELS:
+    if sizes.head % 2 or sizes.taps < 2 or sizes.conv_width > MAX_CHANNELS:
         raise fields.error(
             heads, f"{sizes.heads} heads of {sizes.head} numbers and {sizes.taps} taps are not supported"
         )
@@ -106,7 +106,7 @@ def read_granite_hybrid_config(fields: ConfigFields) -> ModelConfig:
     config = with_multipliers(fields, with_mamba(fields, config, kinds, "layer_types"))
     size = config.intermediate_size
     config = replace(config, intermediate_size=shared.size, unrotated_layers=_unrotated(fields, config.num_layers))
-    if not fields.count("num_local_experts", default=8, most=MOST_EXPERTS):
+    if not fields.count("num_local_experts", default=8, most=MAX_EXPERTS):
         fields.is_set("num_experts_per_tok")
         return config
     routing = read_routing(fields, "num_local_experts", experts=8, top_k=2, normalises=True)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_CHANNELS,
-    MOST_LAYERS,
+    MAX_CHANNELS,
+    MAX_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -63,7 +63,7 @@ def _with_convolutions(fields: ConfigFields, config: ModelConfig) -> ModelConfig
         raise fields.error("layer_types", f"expected {layers} times 'conv' or 'full_attention'")
     if "full_attention" not in kinds:
         raise fields.error("layer_types", "a model without any layer that attends is not supported")
-    if config.hidden_size % (2 * config.num_kv_heads) or taps < 2 or config.hidden_size > MOST_CHANNELS:
+    if config.hidden_size % (2 * config.num_kv_heads) or taps < 2 or config.hidden_size > MAX_CHANNELS:
         shares = f"2 num_key_value_heads, which is {2 * config.num_kv_heads}"
         raise fields.error(
             "hidden_size", f"{config.hidden_size} channels of {taps} taps are not shared out by {shares}"
@@ -100,7 +100,7 @@ def read_lfm2_moe_config(fields: ConfigFields) -> ModelConfig:
     correction = "feed_forward.expert_bias" if has_bias else None
     router = Projection("feed_forward.gate")
     experts = replace(experts, router=router, gate=gate, up=up, down=down, correction=correction)
-    return with_experts(config, experts, range(fields.count("num_dense_layers", default=2, most=MOST_LAYERS)))
+    return with_experts(config, experts, range(fields.count("num_dense_layers", default=2, most=MAX_LAYERS)))
 
 
 LFM2 = Family("Lfm2ForCausalLM", model_type="lfm2", read_config=read_lfm2_config)

@@ -9,7 +9,7 @@ Each token takes one expert, whose input is weighed by a sigmoid, beside an MLP.
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     ConfigFields,
     Defaults,
     Family,
@@ -150,7 +150,7 @@ def read_smollm3_config(fields: ConfigFields) -> ModelConfig:
     mlp_bias = fields.boolean("mlp_bias", default=False)
     spec = decoder_spec("SmolLM3", qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
     interval = fields.integer("no_rope_layer_interval", default=4)
-    num_layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     rotates = fields.flags("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(num_layers)])
     windows = Windows(are_switched=True, has_one=lambda layer: not rotates[layer])
     defaults = Defaults(rope_theta=2_000_000.0, max_position=32_768, is_tied=True, windows=windows)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from twostroke.model.architectures.families.family import (
-    MOST_CHANNELS,
+    MAX_CHANNELS,
     ConfigFields,
     Defaults,
     Family,
@@ -174,7 +174,7 @@ def _read_sizes(fields: ConfigFields, num_kv_heads: int) -> DeltaSizes:
         raise fields.error(
             "linear_num_key_heads", f"{sizes.key_heads} is no multiple of num_key_value_heads, which is {num_kv_heads}"
         )
-    if sizes.key % 2 or sizes.taps < 2 or sizes.conv_width > MOST_CHANNELS:
+    if sizes.key % 2 or sizes.taps < 2 or sizes.conv_width > MAX_CHANNELS:
         raise fields.error(
             "linear_key_head_dim",
             f"{sizes.conv_width} channels of {sizes.taps} taps, with keys of {sizes.key}, are not supported",

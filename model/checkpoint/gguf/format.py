@@ -27,7 +27,7 @@ FILE = f"twostroke-unpacked{SUFFIX}"  # in a folder that folder.py made, and in 
 ROPE_FACTORS = "rope_freqs.weight"  # a tensor that says how angles are scaled
 
 _VERSIONS = (2, 3)
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # kind -> struct's letter
 _DEFAULT_ALIGNMENT = 32
@@ -133,7 +133,7 @@ def _read(mapped: npt.NDArray[np.uint8]) -> Gguf:
     described: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
     for _ in range(num_tensors):
         name, (num_dimensions,) = text(), numbers("I")
-        if not 0 < num_dimensions <= _MOST_DIMENSIONS:
+        if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(reversed(numbers("Q", num_dimensions)))
         (kind,), (offset,) = numbers("I"), numbers("Q")

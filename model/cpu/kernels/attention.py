@@ -57,7 +57,7 @@ PLAIN_ROWS = 64  # of queries, whose scores are in memory at a time
 
 CHUNK_TOKENS = 64
 """Tokens whose scores are in memory at a time. Chunks begin where their segment does, whatever rows there are."""
-MOST_ROWS, MOST_BYTES = 16, 256 << 10  # of the rows that read KV together, and of their queries and sums
+MAX_ROWS, MAX_BYTES = 16, 256 << 10  # of the rows that read KV together, and of their queries and sums
 
 
 @compiled
@@ -232,7 +232,7 @@ def _decode(words):
     width = max((dim + LANES - 1) // LANES * LANES, columns)
     # As many rows together as leave two items for each thread.
     items = sequences * kv_heads * num_segments(contexts, window, tokens)
-    together = max(np.int64(1), min(items // (2 * words[18]), MOST_ROWS, MOST_BYTES // (4 * group * (dim + columns))))
+    together = max(np.int64(1), min(items // (2 * words[18]), MAX_ROWS, MAX_BYTES // (4 * group * (dim + columns))))
     starts, first_segments = np.empty(sequences + 1, np.int64), np.empty(sequences, np.int64)
     runs, segments = _cut(tables, contexts, window, tokens, block_size, together, starts, first_segments)
     most_queries = together * group

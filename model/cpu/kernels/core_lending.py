@@ -24,7 +24,7 @@ import numpy as np
 
 from twostroke.model.cpu.kernels.launch import Kernel, as_integers, compiled
 
-MOST_WORKERS = 64
+MAX_WORKERS = 64
 """Rows of the table. Further workers of the host keep to their own cores."""
 CHECK_S = 1.0
 """Seconds between two looks for workers that have died."""
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _CORES, _IS_BUSY = 0, 1
 """Columns of a row; a row without cores is free."""
 _ROW_BYTES = 16
-_TABLE_BYTES = MOST_WORKERS * _ROW_BYTES
+_TABLE_BYTES = MAX_WORKERS * _ROW_BYTES
 _TABLE, _ROW, _HOST_CORES, _NUM_THREADS = range(4)
 """Words for `num_threads`: address of the table, the worker's own row, the host's cores, and the result."""
 
@@ -43,7 +43,7 @@ def num_threads(words):
     """The threads that a worker may use now: its own cores, and its share of the idle workers' cores."""
     table, own = as_integers(words[0]), words[1]
     idle, busy, borrowers, before = 0, 0, 0, 0
-    for row in range(MOST_WORKERS):
+    for row in range(MAX_WORKERS):
         cores = table[2 * row]
         if row == own or (cores > 0 and table[2 * row + 1] != 0):
             busy += cores
@@ -81,7 +81,7 @@ class CoreLending:
             if other != path:
                 _remove_unused(other)
         self._file, self._row = _claim_row(path)
-        self._table = np.frombuffer(mmap.mmap(self._file, _TABLE_BYTES), np.int64).reshape(MOST_WORKERS, 2)
+        self._table = np.frombuffer(mmap.mmap(self._file, _TABLE_BYTES), np.int64).reshape(MAX_WORKERS, 2)
         self._table[self._row, _IS_BUSY] = 1
         self._table[self._row, _CORES] = cores
         host_cores = len(os.sched_getaffinity(0))
@@ -146,9 +146,9 @@ def _claim_row(path: Path) -> tuple[int, int]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, _TABLE_BYTES)
-            row = next((row for row in range(MOST_WORKERS) if _lock(file, fcntl.F_WRLCK, row)), None)
+            row = next((row for row in range(MAX_WORKERS) if _lock(file, fcntl.F_WRLCK, row)), None)
             if row is None:
-                raise OSError(f"{MOST_WORKERS} workers share the table {path} already")
+                raise OSError(f"{MAX_WORKERS} workers share the table {path} already")
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), os.fstat(file)):
                     return file, row
@@ -163,7 +163,7 @@ def _remove_unused(path: Path) -> None:
     with contextlib.suppress(OSError):  # somebody else has removed it
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if _lock(file, fcntl.F_WRLCK, 0, MOST_WORKERS):
+            if _lock(file, fcntl.F_WRLCK, 0, MAX_WORKERS):
                 os.unlink(path)
         finally:
             os.close(file)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from twostroke.model.cpu.kernels.floats import fp8_code, fp8_value, store, widen
 from twostroke.model.cpu.kernels.launch import bits_of_float, float_of_bits
 
-_LEAST_SCALE = np.uint32(0x00800000)  # 2**-126, the least normal number: its inverse is finite
+_MIN_SCALE = np.uint32(0x00800000)  # 2**-126, the least normal number: its inverse is finite
 _NAN = np.uint32(0x7FC00000)
 _TOO_LARGE = np.uint32(0x7F000000)  # 2**127: from here on, s * c might overflow
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to an integer, in its lowest bits
@@ -28,7 +28,7 @@ def _scale_bits(largest, limit):
     if largest >= _TOO_LARGE:
         return _NAN
     scale = (bits_of_float(float_of_bits(largest) / limit) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-    return max(scale, _LEAST_SCALE)
+    return max(scale, _MIN_SCALE)
 
 
 @_inline

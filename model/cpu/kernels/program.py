@@ -53,7 +53,7 @@ _ARRIVED, _RELEASED, _NUM_OPS, _NUM_THREADS, _THREAD, _YIELD, _LENDING, _OPS = (
 """Words of a program: arrivals at all barriers so far, and the last barrier that thread 0 has opened, each on a line of
 its own; number of kernels; addresses of omp_get_num_threads, omp_get_thread_num (0: one thread) and sched_yield;
 address of the words of core_lending.num_threads (0: no core is borrowed); from _OPS on (kernel, its words) pairs."""
-MOST_THREADS = 1 << 16
+MAX_THREADS = 1 << 16
 
 
 class Program:
@@ -188,10 +188,10 @@ def _walk(program):
         looks = 0
         if thread > 0:
             arrive(program)
-            while released(program) // MOST_THREADS <= op:
+            while released(program) // MAX_THREADS <= op:
                 _wait(program, looks)
                 looks += 1
-            if released(program) % MOST_THREADS <= thread:
+            if released(program) % MAX_THREADS <= thread:
                 return  # the owner of a borrowed core needs it
             continue
         if threads > 1:
@@ -202,7 +202,7 @@ def _walk(program):
         as_integers(words)[0] = 0  # the items, for the next replay: no thread takes any now
         if threads > 1:
             threads = _threads_left(program, threads)
-            release(program, (op + 1) * MOST_THREADS + threads)
+            release(program, (op + 1) * MAX_THREADS + threads)
 
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector

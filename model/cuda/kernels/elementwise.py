@@ -16,13 +16,13 @@ from torch import Tensor
 
 from twostroke.model.backend import AS_THEY_ARE, HeadNorms, KVScales, RowNorms
 from twostroke.model.config import Activation
-from twostroke.model.cuda.kernels.fp8 import LEAST, rounded, size_of, token_scale
+from twostroke.model.cuda.kernels.fp8 import MIN_SIZE, rounded, size_of, token_scale
 from twostroke.model.cuda.kernels.gemm import BYTE_ZERO, CudaPackedWeight, activate
 from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
 
 # Warps by the padded row length: enough lanes for 16-byte accesses, few enough that the row's sum stays cheap.
 _ROW_WARPS = ((512, 1), (1024, 2), (2048, 4), (8192, 8))
-_MOST_ROW_WARPS = 16
+_MAX_ROW_WARPS = 16
 _BLOCK = 1024  # elements a program: 8 a lane at 4 warps, one 16-byte access of a 16-bit type
 _BLOCK_WARPS = 4
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
@@ -79,7 +79,7 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: 
 
 
 def _row_warps(padded: int) -> int:
-    return next((warps for length, warps in _ROW_WARPS if padded <= length), _MOST_ROW_WARPS)
+    return next((warps for length, warps in _ROW_WARPS if padded <= length), _MAX_ROW_WARPS)
 
 
 @triton.jit
@@ -190,7 +190,13 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @triton.jit
 def gate_codes_kernel(
-    gate_up, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LEAST: tl.constexpr
+    gate_up,
+    codes,
+    scales,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MIN_SIZE: tl.constexpr,
 ):
     """One program per row, which it reads twice: from memory for its scale, and from the second-level cache."""
     row = tl.program_id(0).to(tl.int64)
@@ -198,7 +204,7 @@ def gate_codes_kernel(
     sizes = tl.zeros([BLOCK], tl.float32)
     for first in range(0, WIDTH, BLOCK):
         sizes = tl.maximum(sizes, size_of(_gated(gate_at, first + lanes, WIDTH, ACTIVATION).to(tl.float32)))
-    scale, inverse = token_scale(tl.max(sizes, axis=0), LEAST)
+    scale, inverse = token_scale(tl.max(sizes, axis=0), MIN_SIZE)
     for first in range(0, WIDTH, BLOCK):
         columns = first + lanes
         values = _gated(gate_at, columns, WIDTH, ACTIVATION).to(tl.float32)
@@ -213,7 +219,14 @@ def gate_codes(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]
     scales = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
     if rows:
         gate_codes_kernel[(rows,)](
-            gate_up, codes, scales, WIDTH=width, BLOCK=2 * _BLOCK, ACTIVATION=activation, LEAST=LEAST, num_warps=8
+            gate_up,
+            codes,
+            scales,
+            WIDTH=width,
+            BLOCK=2 * _BLOCK,
+            ACTIVATION=activation,
+            MIN_SIZE=MIN_SIZE,
+            num_warps=8,
         )
     return codes.view(torch.float8_e4m3fn), scales
 

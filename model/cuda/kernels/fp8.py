@@ -15,7 +15,7 @@ from twostroke.model.backend import FP8_LIMIT
 from twostroke.model.cuda.kernels.launch import power_of_two
 
 _LIMIT = tl.constexpr(FP8_LIMIT)
-LEAST = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too
+MIN_SIZE = 1e-30  # of a token's largest magnitude: a token of zeros has a scale, too
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     token that holds NaN or infinity."""
     wide = x.float()
     # By a tensor: on a GPU torch would multiply with a number's reciprocal, which is off by a bit for one in three.
-    scales = wide.abs().amax(1).clamp(min=LEAST) / wide.new_tensor(FP8_LIMIT)
+    scales = wide.abs().amax(1).clamp(min=MIN_SIZE) / wide.new_tensor(FP8_LIMIT)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
     return codes.to(torch.float8_e4m3fn), scales
@@ -94,19 +94,19 @@ def size_of(values):
 
 
 @triton.jit
-def token_scale(largest, LEAST: tl.constexpr):
+def token_scale(largest, MIN_SIZE: tl.constexpr):
     """The scale of a token whose largest magnitude this is, and what its values are multiplied with."""
-    scale = tl.where(largest < float("inf"), tl.div_rn(tl.maximum(largest, LEAST), _LIMIT), float("nan"))
+    scale = tl.where(largest < float("inf"), tl.div_rn(tl.maximum(largest, MIN_SIZE), _LIMIT), float("nan"))
     return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit
-def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.constexpr, LEAST: tl.constexpr):
+def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.constexpr, MIN_SIZE: tl.constexpr):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     values = tl.load(x + token * COLUMNS + columns, mask=columns < COLUMNS, other=0.0).to(tl.float32)
-    scale, inverse = token_scale(tl.max(size_of(values), axis=0), LEAST)
+    scale, inverse = token_scale(tl.max(size_of(values), axis=0), MIN_SIZE)
     tl.store(codes + token * COLUMNS + columns, rounded(values * inverse, tl.uint8), mask=columns < COLUMNS)
     tl.store(scales + token, scale)
 
@@ -119,6 +119,12 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = power_of_two(columns)
     if tokens:
         quantize_tokens_kernel[(tokens,)](
-            x, codes, scales, COLUMNS=columns, PADDED=padded, LEAST=LEAST, num_warps=8 if padded > 2048 else 4
+            x,
+            codes,
+            scales,
+            COLUMNS=columns,
+            PADDED=padded,
+            MIN_SIZE=MIN_SIZE,
+            num_warps=8 if padded > 2048 else 4,
         )
     return codes.view(torch.float8_e4m3fn), scales

@@ -150,10 +150,10 @@ def _unsigned(values: Tensor, zero: int) -> Tensor:
     return (values.to(torch.int16) + zero).to(torch.uint8).contiguous()
 
 
-MOST_TOKENS = 64  # of a launch that splits
+MAX_TOKENS = 64  # of a launch that splits
 _SPLITS = (1, 2, 4, 8)
 _CAPACITY = 1 << 22  # fp32 sums that the workspace holds, 16 MiB
-_LEAST_ROWS = 16  # of a tile
+_MIN_ROWS = 16  # of a tile
 
 
 class SplitWorkspace:
@@ -164,7 +164,7 @@ class SplitWorkspace:
 
     def __init__(self, device: torch.device):
         self.sums = torch.empty(_CAPACITY, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(_CAPACITY // (2 * MOST_TOKENS * _LEAST_ROWS), dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(_CAPACITY // (2 * MAX_TOKENS * _MIN_ROWS), dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def with_splits(config: GemmConfig, target: GpuTarget, rows: int, columns: int) 
     The weight is [rows, columns]. The number of tokens does not count, only the tile's: a launch serves any that fit.
     """
     # Every program gets a step, and all sums fit into the workspace.
-    most = max(1, min(-(-columns // config.block_k), _CAPACITY // (MOST_TOKENS * rows)))
+    most = max(1, min(-(-columns // config.block_k), _CAPACITY // (MAX_TOKENS * rows)))
     possible = [splits for splits in _SPLITS if splits <= most]
     wanted = config.fill * target.multiprocessors / -(-rows // config.block_n)
     return replace(config, splits=next((splits for splits in possible if splits >= wanted), possible[-1]))
@@ -292,7 +292,7 @@ _FP32_QUANT_CONFIGS = (
 def gemm_config(
     target: GpuTarget, dtype: torch.dtype, bits: Bits, num_tokens: int, rows: int, columns: int
 ) -> GemmConfig:
-    """The table's row for any number of tokens, of 16 bits for 1 to MOST_TOKENS, and the splits for a weight.
+    """The table's row for any number of tokens, of 16 bits for 1 to MAX_TOKENS, and the splits for a weight.
 
     `dtype` is that of what is multiplied with the weight: where that is FP8, so are both.
     """
@@ -303,7 +303,7 @@ def gemm_config(
     else:
         table = _CONFIGS[target.architecture, bits]
     config = next((config for config in table if num_tokens <= config.block_t), table[-1])
-    if num_tokens > min(MOST_TOKENS, config.block_t):
+    if num_tokens > min(MAX_TOKENS, config.block_t):
         return config  # programs of several tiles of tokens would be counted as one tile's
     return with_splits(config, target, rows, columns)
 
@@ -323,7 +323,7 @@ def fp8_linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | Non
 
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
 _NIBBLE_ZERO = tl.constexpr(NIBBLE_ZERO)
-_MOST_TOKENS = tl.constexpr(MOST_TOKENS)
+_MAX_TOKENS = tl.constexpr(MAX_TOKENS)
 _TWO_SQRT_2_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 _GLU_ALPHA, _GLU_LIMIT = tl.constexpr(GLU_ALPHA), tl.constexpr(GLU_LIMIT)
 _TILES_TOGETHER = tl.constexpr(8)  # of tokens, beside one another, so that they find a tile of the weight in the cache
@@ -461,7 +461,7 @@ def gemm_kernel(
             next_high = tl.load(following + num_rows)
             low, high = widen(both, 0x0F, _NIBBLE_ZERO), widen(both, 0xF0, 16 * _NIBBLE_ZERO)
             first = step // STEPS * 2 * SCALE_GROUP + step % STEPS * BYTES
-            if BLOCK_T <= _MOST_TOKENS:
+            if BLOCK_T <= _MAX_TOKENS:
                 low_x = load_x(x_rows, real, first + lanes, num_columns, WHOLE_STEPS)
                 acc += tl.dot(low.to(low_x.dtype), low_x, input_precision=PRECISION) * low_scale
                 high_x = load_x(x_rows, real, first + SCALE_GROUP + lanes, num_columns, WHOLE_STEPS)
@@ -548,7 +548,7 @@ def gemm(
     """`linear_reference` on the GPU, of FP8 `fp8_linear_reference` with x of codes and `x_scales` fp32 [T]. Returns a
     new tensor: with an activation, what `reference.gate` makes of the fp32 sums, [T, out / 2].
 
-    With splits for no more tokens than MOST_TOKENS and config.block_t, with weights of 16 bits for no more than this.
+    With splits for no more tokens than MAX_TOKENS and config.block_t, with weights of 16 bits for no more than this.
     x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.
     """
     tokens, columns = x.shape

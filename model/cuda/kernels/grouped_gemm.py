@@ -27,7 +27,7 @@ from twostroke.model.cuda.kernels.launch import dot_precision
 Kind = Literal["int8", "int4", "fp8", "fp4"]
 
 _STEP = 128  # columns that rows are a multiple of
-_LEAST_GROUP = 16
+_MIN_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def pack_groups(weight: QuantizedWeight) -> GroupedWeight:
     """Pack a weight whose inputs are in order. Raises ValueError for groups that are too small."""
     columns = weight.values.shape[1]
     weight = weight.with_groups_within(_STEP)
-    if weight.group_size < _LEAST_GROUP:
-        raise ValueError(f"kernels take groups of {_LEAST_GROUP} columns or more, not of {weight.group_size}")
+    if weight.group_size < _MIN_GROUP:
+        raise ValueError(f"kernels take groups of {_MIN_GROUP} columns or more, not of {weight.group_size}")
     beyond = -columns % _STEP
     kind: Kind = "int8" if weight.bits == 8 else "int4"
     if weight.is_fp4:

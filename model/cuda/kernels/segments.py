@@ -23,8 +23,8 @@ from torch import Tensor
 from twostroke.model.cuda.kernels.launch import LOG2_E, GpuTarget, await_inputs, dependent_launch, padded_head
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-_MOST_WAVES = 4  # of programs; more would even out little more, and each starts with a wait for memory
-_LEAST_STEPS = tl.constexpr(2)  # of a program: a shorter segment costs more in the merge than it saves
+_MAX_WAVES = 4  # of programs; more would even out little more, and each starts with a wait for memory
+_MIN_STEPS = tl.constexpr(2)  # of a program: a shorter segment costs more in the merge than it saves
 _MERGED = 16  # segments a step of the merging kernel
 
 _ROWS = tl.constexpr(256)  # that a program looks at at once
@@ -47,7 +47,7 @@ class SplitConfig:
 
     def programs_for(self, rows: int) -> int:
         """Return the programs for a tile of heads of `rows` rows: no more than there could be work for."""
-        return max(1, min(self.programs, -(-rows * self.most_steps // int(_LEAST_STEPS.value))))
+        return max(1, min(self.programs, -(-rows * self.most_steps // int(_MIN_STEPS.value))))
 
 
 def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) -> SplitConfig:
@@ -59,7 +59,7 @@ def split_config(target: GpuTarget, tiles: int, most_keys: int, block_n: int) ->
         return waves * fitting % tiles / (waves * fitting)
 
     # The fewest waves that leave about as few multiprocessors idle as can be: tiles may not divide them evenly.
-    waves = min(range(1, _MOST_WAVES + 1), key=lambda waves: round(20 * idle(waves)))
+    waves = min(range(1, _MAX_WAVES + 1), key=lambda waves: round(20 * idle(waves)))
     return SplitConfig(max(1, waves * fitting // tiles), -(-most_keys // block_n) + 1)
 
 
@@ -101,7 +101,7 @@ def part_of(context_lens, num_rows, program, programs, WINDOW: tl.constexpr, BLO
     total = 0
     for first in tl.range(0, num_rows, _ROWS, num_stages=1):
         total += tl.sum(_steps_of_rows(context_lens, first, num_rows, WINDOW, BLOCK_N), axis=0)
-    share = tl.maximum((total + programs - 1) // programs, _LEAST_STEPS)
+    share = tl.maximum((total + programs - 1) // programs, _MIN_STEPS)
     begin = program * share
     row, end_row, row_start, passed = 0, 0, 0, 0
     for first in tl.range(0, num_rows, _ROWS, num_stages=1):

@@ -23,7 +23,7 @@ from twostroke.model.cuda.kernels.device_sampling import (
     draw_on_device,
     mask_on_device,
 )
-from twostroke.model.cuda.sampler import MOST_CAPTURED_ROWS, DeviceSampler
+from twostroke.model.cuda.sampler import MAX_CAPTURED_ROWS, DeviceSampler
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.runner import ModelRunner
@@ -336,7 +336,7 @@ def test_captured_draws_are_those_of_each_step_and_one_launch_whatever_rows_ask_
     cpu, random = torch.device("cpu"), torch.Generator().manual_seed(5)
     sampler, recorder = DeviceSampler(200, cpu), Replayed()
     captured = torch.zeros(5, 200)  # a graph's place for its logits
-    sampler.capture(captured, [1, 3, 5, MOST_CAPTURED_ROWS + 1], recorder)
+    sampler.capture(captured, [1, 3, 5, MAX_CAPTURED_ROWS + 1], recorder)
     assert recorder.num_recorded == 3 * 5, "what many rows take, they take eagerly"
     drawn_before: list[tuple[Any, list[int]]] = []
     for number, sampling in enumerate([*ROWS_ASKING.values(), *ROWS_ASKING.values()]):

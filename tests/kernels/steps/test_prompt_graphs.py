@@ -20,8 +20,8 @@ from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
 from twostroke.model.cuda.backend import CudaBackend
 from twostroke.model.cuda.graphs import (
-    MOST_CHUNKS,
-    MOST_ROWS,
+    MAX_CHUNKS,
+    MAX_ROWS,
     PromptGraphs,
     StepShape,
     most_rows,
@@ -205,13 +205,13 @@ def test_steps_that_fit_no_graph_or_draw_nothing_or_are_read_run_eagerly(write_c
     for batch in (
         [step(33, 0, [1, 2, 3])],
         [step(1, row, [row]) for row in range(5)],
-        [step(2, 0, [row]) for row in range(MOST_CHUNKS + 1)],
+        [step(2, 0, [row]) for row in range(MAX_CHUNKS + 1)],
         [step(8, 0, [1], draws=False)],
         [SequenceStep(read.token_ids, 0, [1], read.draw, scorer=scorer)],
     ):
         runner.run(batch)
         assert not graphs.taken
-    runner.run([step(2, 0, [row]) for row in range(MOST_CHUNKS)])
+    runner.run([step(2, 0, [row]) for row in range(MAX_CHUNKS)])
     assert graphs.taken == 1
 
 
@@ -236,7 +236,7 @@ def test_decodes_beside_prompts_take_the_tokens_that_the_step_before_drew(write_
 
 
 @pytest.mark.parametrize(("max_tokens", "max_sequences"), [(2048, 256), (512, 32), (40, 3), (1, 1)])
-@pytest.mark.parametrize("most", [384, MOST_ROWS])
+@pytest.mark.parametrize("most", [384, MAX_ROWS])
 def test_shapes_are_few_and_the_next_is_not_much_larger(max_tokens: int, max_sequences: int, most: int) -> None:
     shapes = step_shapes(max_tokens, max_sequences, most)
     assert len(shapes) <= 34
@@ -252,8 +252,8 @@ def test_shapes_are_few_and_the_next_is_not_much_larger(max_tokens: int, max_seq
 
 def test_graphs_go_as_far_as_the_host_takes_longer_than_the_gpu() -> None:
     assert [most_rows(6.98e9 / 32, announces) for announces in (False, True)] == [586, 158]
-    assert [most_rows(0.97e9 / 16, announces) for announces in (False, True)] == [MOST_ROWS, 570]
-    assert most_rows(1e6, announces_layers=True) == MOST_ROWS
+    assert [most_rows(0.97e9 / 16, announces) for announces in (False, True)] == [MAX_ROWS, 570]
+    assert most_rows(1e6, announces_layers=True) == MAX_ROWS
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -55,7 +55,7 @@ def test_the_choice_is_that_of_transformers(
     choices: Chosen,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(context_index, "MOST_SCORES", most_scores)
+    monkeypatch.setattr(context_index, "MAX_SCORES", most_scores)
     folder = write_checkpoint(**FAMILY_SHAPES[shape])
     config = load_model_config(folder)
     assert config.index is not None

@@ -16,7 +16,7 @@ import torch
 from twostroke.model.cpu.kernels import core_lending
 from twostroke.model.cpu.kernels.core_lending import CHECK_S, CoreLending, lend_cores
 from twostroke.model.cpu.kernels.launch import Kernel, as_integers, taken
-from twostroke.model.cpu.kernels.program import _RELEASED, MOST_THREADS, Launcher, Program
+from twostroke.model.cpu.kernels.program import _RELEASED, MAX_THREADS, Launcher, Program
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
@@ -136,7 +136,7 @@ def test_a_worker_that_can_not_take_part_keeps_to_its_own_cores(
     assert lend_cores(2, tmp_path / "table") is None
     assert not (tmp_path / "elsewhere").exists()
     (tmp_path / "table").unlink()
-    monkeypatch.setattr(core_lending, "MOST_WORKERS", 0)
+    monkeypatch.setattr(core_lending, "MAX_WORKERS", 0)
     assert lend_cores(2, tmp_path / "table") is None
     assert "keep to their own 2 cores" in caplog.text
 
@@ -163,7 +163,7 @@ def test_threads_on_borrowed_cores_leave_a_program_between_two_kernels(join: Joi
         launcher.replay(program)
         assert counts.tolist() == [replay] * 4, "each kernel has run once, whoever left"
         assert program._memory is not None
-        last, threads = divmod(int(program._memory[_RELEASED]), MOST_THREADS)
+        last, threads = divmod(int(program._memory[_RELEASED]), MAX_THREADS)
         assert (last, threads) == ((4, 2) if busy_at is None else (busy_at + 1, 1)), "barriers of the whole team"
 
 

@@ -23,7 +23,7 @@ from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.experts import CpuExperts, PlainExperts
 from twostroke.model.cpu.kernels import experts
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.parallel.experts import LEAST_SAVED_BYTES, ExpertSlots, make_places, use_copies
+from twostroke.model.parallel.experts import MIN_SAVED_BYTES, ExpertSlots, make_places, use_copies
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank
 from twostroke.model.runner import ModelRunner, RankExtras
@@ -162,7 +162,7 @@ def test_tokens_stay_what_they_are_while_experts_move(
     family: str, size: int, by_rows: bool, write_checkpoint: Any, generate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by_rows:
-        monkeypatch.setitem(LEAST_SAVED_BYTES, "cpu", 0)
+        monkeypatch.setitem(MIN_SAVED_BYTES, "cpu", 0)
     monkeypatch.setattr("twostroke.worker.experts.EXPERT_EXAMINE_S", 2.0)
     folder = write_checkpoint(seed=3, **FAMILY_SHAPES[family])
     prompts = [[7] * 20, [7] * 33, [11, 7] * 12, *([row] * 9 for row in range(20, 26))]

@@ -46,7 +46,7 @@ CASES = [(shape, way) for shape in LAYERS for way in WAYS if (shape, way) != ([*
 
 @pytest.fixture(autouse=True)
 def _small_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "LEAST_TOKENS", FEW_TOKENS)
+    monkeypatch.setattr(pipeline, "MIN_TOKENS", FEW_TOKENS)
 
 
 @pytest.mark.parametrize(("shape", "way"), CASES)
@@ -200,7 +200,7 @@ def test_micro_batches_together_are_the_step(sequences: list[tuple[int, int, boo
 
 
 def test_steps_of_decodes_and_short_prompts_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "LEAST_TOKENS", 256)
+    monkeypatch.setattr(pipeline, "MIN_TOKENS", 256)
 
     def count(*lengths: int) -> int:
         steps = [SequenceStep([0] * length, 0, (), None) for length in lengths]

@@ -29,7 +29,7 @@ from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
-from twostroke.model.parallel.experts import LEAST_SAVED_BYTES, exchange_pays, saved_bytes, sum_of_experts
+from twostroke.model.parallel.experts import MIN_SAVED_BYTES, exchange_pays, saved_bytes, sum_of_experts
 from twostroke.model.parallel.form import ParallelForm, Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
@@ -235,7 +235,7 @@ def test_ranks_that_exchange_rows_of_experts_draw_the_tokens_that_one_draws(
     sums: list[int] = []
     all_reduce = GroupRanks.all_reduce
     monkeypatch.setattr(GroupRanks, "all_reduce", lambda group, x: (sums.append(len(x)), all_reduce(group, x))[1])
-    monkeypatch.setitem(LEAST_SAVED_BYTES, "cpu", 0)
+    monkeypatch.setitem(MIN_SAVED_BYTES, "cpu", 0)
     for size in (2, 4):
         sums.clear()
         with ranks(folder, size, has_whole_experts=True) as together:

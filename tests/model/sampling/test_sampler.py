@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
 from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
-from twostroke.model.sampling.sampler import LEAST_LOGPROB, Sampler, adjust
+from twostroke.model.sampling.sampler import MIN_LOGPROB, Sampler, adjust
 from twostroke.model.step import BrokenLogits, Draw, RowFault, is_penalised
 from twostroke.protocol.requests import SampledToken, SamplingParams
 
@@ -275,7 +275,7 @@ def test_impossible_tokens_have_a_finite_logprob(sampler: Sampler) -> None:
     logits = torch.full((1, VOCAB), -math.inf)
     logits[0, 6] = 2.0
     (result,) = sampler.sample(logits, [draw(logprobs=2)], [0])
-    assert result == SampledToken(6, 0.0, ((6, 0.0), (0, LEAST_LOGPROB)))
+    assert result == SampledToken(6, 0.0, ((6, 0.0), (0, MIN_LOGPROB)))
 
 
 # --- extremes ---

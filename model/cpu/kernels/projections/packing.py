@@ -42,7 +42,7 @@ from twostroke.model.cpu.kernels.launch import (
 from twostroke.model.cpu.kernels.projections.gemm import PANEL_COLUMNS, STEP_BYTES, VECTORS, zeros_on_huge_pages
 
 CHUNK = 256  # input columns whose weights of a panel, 32 KiB as bf16, are unpacked at a time
-LEAST_GROUP = 16  # input columns
+MIN_GROUP = 16  # input columns
 Kind = Literal["int8", "int8 + 1/2", "int4", "fp8", "fp4"]
 """Meaning of codes. A sign and seven bits don't count down to -128, but one half more than an integer they do."""
 
@@ -185,7 +185,7 @@ def _pack(words):
 def can_pack(weight: QuantizedWeight) -> bool:
     """Return True if there are kernels for the weight's columns and groups."""
     columns = weight.values.shape[1]
-    return columns % 8 == 0 and (weight.num_groups == 1 or math.gcd(weight.group_size, CHUNK) >= LEAST_GROUP)
+    return columns % 8 == 0 and (weight.num_groups == 1 or math.gcd(weight.group_size, CHUNK) >= MIN_GROUP)
 
 
 def pack(weight: QuantizedWeight) -> PackedWeight:

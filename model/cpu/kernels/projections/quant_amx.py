@@ -24,7 +24,7 @@ from twostroke.model.cpu.kernels.projections.packing import (
     CHUNK,
     EIGHT_BITS,
     FOUR_BITS,
-    LEAST_GROUP,
+    MIN_GROUP,
     Form,
     load_table,
     unpack,
@@ -46,7 +46,7 @@ _AHEAD_BYTES = 4096
 _DEPTH_BYTES = DEPTH * STEP_BYTES  # of a panel, as bf16
 _GROUP_BYTES = 4 * ROWS * PANEL_COLUMNS  # sums in four tiles
 _SUMS = 2 * _DEPTH_BYTES  # where they begin in the scratch, behind the ring
-_WIDENED = _SUMS + SCALED_CHUNK // LEAST_GROUP * _GROUP_BYTES  # and where a chunk does
+_WIDENED = _SUMS + SCALED_CHUNK // MIN_GROUP * _GROUP_BYTES  # and where a chunk does
 SCRATCH_BYTES = _WIDENED + WIDE_CHUNK // 2 * STEP_BYTES
 
 
