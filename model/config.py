@@ -3,12 +3,12 @@
 model/checkpoint/config_file.py reads it from a folder's config.json; model/architectures/families has one file each.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
-from twostroke.model.shapes.state_sizes import StateSizes
-from twostroke.model.shapes.weight_forms import StoredQuantization
+from twostroke.model.state_sizes import StateSizes
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import (
     STATE_WINDOW,
@@ -18,6 +18,100 @@ from twostroke.protocol.kv_layout import (
     least_block_tokens,
     mean_seen,
 )
+
+
+@dataclass(frozen=True)
+class IndexSizes:
+    """Indexed attention (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1), in numbers a token.
+
+    Small heads score the tokens before a query, and the query attends to those with the highest scores. A token's key,
+    which these heads share, is cached behind its latent; of it as much turns as of the attention's own keys.
+    """
+
+    heads: int
+    key: int  # of a head's queries, and of the key
+    top_k: int  # tokens that a query attends to
+    sharing: frozenset[int] = frozenset()  # layers without an index, which attend to what the layer before them does
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
+
+    A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
+    turns, which all heads share: one row of `rank + rotary`, and behind them the index's key where there is one.
+    """
+
+    rank: int  # of the latent
+    rotary: int  # of a head's queries and keys, the part that turns
+    key: int  # of a head's queries and keys, the part that does not
+    value: int  # of a head
+    query_rank: int = 0  # of the queries' own latent, which is not cached; 0: they are made of the layer's input
+    index: IndexSizes | None = None  # None: queries attend to all tokens
+
+    @property
+    def query(self) -> int:
+        """Width of a head's queries as they are projected; the rotated part is the last."""
+        return self.key + self.rotary
+
+    @property
+    def attended(self) -> int:
+        """Width of the part of a cached row that attention reads."""
+        return self.rank + self.rotary
+
+    @property
+    def row(self) -> int:
+        """Width of a cached row."""
+        return self.attended + (0 if self.index is None else self.index.key)
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """Form of a quantised weight, from which all its bytes follow."""
+
+    kind: Literal["int8", "int4", "fp8", "fp4"]  # fp8 is e4m3, fp4 e2m1
+    group_size: int | None  # columns that share a scale; None: a row's
+    has_offsets: bool = False  # each group's, beside its scale
+
+    @property
+    def bits(self) -> Literal[8, 4]:
+        return 4 if self.kind in ("int4", "fp4") else 8
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """Form of a checkpoint's projections in its files, where each is quantised in several tensors.
+
+    Modules are named by their whole names, parts of those, and `re:` patterns.
+    """
+
+    method: Literal["fp8", "int8", "packed", "awq", "gptq", "fp4", "mxfp4"]  # mxfp4: stacked experts alone
+    form: WeightForm  # what they are held in
+    left: tuple[str, ...] = ()  # modules that are not quantised
+    block: tuple[int, int] | None = None  # fp8: rows and columns that share a scale
+    zero_shift: int = 0  # gptq: what is added to its zero points
+    targets: tuple[str, ...] = ()  # modules of this form, or `Linear`, which is all that no form names; (): all
+    others: tuple["StoredQuantization", ...] = ()  # forms of other modules of the same checkpoint
+
+    def leaves(self, names: Sequence[str]) -> bool:
+        """Return True if the module, which files may call by any of `names`, is not quantised."""
+        return _is_named(self.left, names)
+
+    def of_module(self, names: Sequence[str]) -> "StoredQuantization | None":
+        """Return the form of a module that is quantised: the first one that names it, else one of all modules."""
+        forms = (self, *self.others)
+        named = (one for one in forms if _is_named(one.targets, names))
+        of_all = (one for one in forms if not one.targets or "Linear" in one.targets)
+        return next(named, None) or next(of_all, None)
+
+
+def _is_named(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    return any(
+        re.match(pattern.removeprefix("re:"), name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+        for pattern in patterns
+        for name in names
+    )
+
 
 STATE_BLOCK_STEP = 16
 """Blocks that are larger than asked for, for the sake of states, are multiples of so many tokens."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from twostroke.model.cache.layer_announcer import LaunchedStep
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.step import BlockCopy, OnLayer, SequenceStep
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import ArrangeExperts

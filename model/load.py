@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache, make_kv_cache
@@ -51,7 +50,7 @@ from twostroke.model.engine_config import (
     resolve_num_blocks,
 )
 from twostroke.model.machine_limits import machine_limits
-from twostroke.model.parallel.experts import ExpertSlots
+from twostroke.model.parallel.experts import ExpertHits, ExpertSlots
 from twostroke.model.parallel.tensor_parallel import GroupRanks, RankPlace, SingleRank, TensorParallel
 from twostroke.model.runner import LACKING, ModelRunner, RankExtras, TokenSampler
 from twostroke.model.sampling.sampler import Sampler

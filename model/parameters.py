@@ -14,6 +14,7 @@ from twostroke.model.config import (
     ConvolutionSpec,
     DeltaSpec,
     ExpertsSpec,
+    LatentSizes,
     LatentSpec,
     MambaSpec,
     MlpSpec,
@@ -23,8 +24,7 @@ from twostroke.model.config import (
     StateSpec,
 )
 from twostroke.model.parallel.form import Shard, of_heads, shifted
-from twostroke.model.shapes.latent_sizes import LatentSizes
-from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes, StateSizes
+from twostroke.model.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes, StateSizes
 
 Shape = tuple[int, ...]
 

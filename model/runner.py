@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.batch import (
     CheckedTables,
     Drawing,
@@ -27,13 +26,19 @@ from twostroke.model.batch import (
     take_drawn,
 )
 from twostroke.model.cache.kv_cache import KVCache
-from twostroke.model.cache.layer_announcer import LaunchedWork, layer_announcer
+from twostroke.model.cache.layer_announcer import (
+    AnnouncedStep,
+    LaunchedStep,
+    LaunchedWork,
+    SilentStep,
+    StepOnDevice,
+    layer_announcer,
+)
 from twostroke.model.cache.swap_space import SwapSpace
 from twostroke.model.captured_steps import ALL_EAGER, StepReplays
-from twostroke.model.parallel.experts import ExpertSlots
+from twostroke.model.parallel.experts import ExpertHits, ExpertSlots
 from twostroke.model.parallel.pipeline import PipelinedSteps
 from twostroke.model.parallel.tensor_parallel import SingleRank, TensorParallel
-from twostroke.model.sampling.launched_steps import AnnouncedStep, LaunchedStep, SilentStep, StepOnDevice
 from twostroke.model.sampling.mtp import MtpHead, noted_step
 from twostroke.model.sampling.sampler import gather_logits, largest_of_ranks
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks

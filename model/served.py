@@ -14,7 +14,7 @@ from twostroke.model.batch import StepDecoder
 from twostroke.model.checkpoint.config_file import is_native, load_model_config, read_config_file
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.weights import Checkpoint, has_weights
-from twostroke.model.config import ModelShape, Quantization
+from twostroke.model.config import ModelShape, Quantization, WeightForm
 from twostroke.model.costs.sizes import (
     check_contexts,
     check_size,
@@ -27,7 +27,6 @@ from twostroke.model.costs.sizes import (
 )
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.parallel.tensor_parallel import ContextParts, TensorParallel
-from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 
 Way = Literal["native", "transformers"]

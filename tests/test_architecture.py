@@ -106,7 +106,7 @@ INNER_ORDER = {
         {"backend"},
         {"batch"},
         {"config", "step", "bundled"},
-        {"shapes"},
+        {"state_sizes"},
     ),
     "router": (
         {"http"},

@@ -244,8 +244,8 @@ async def load_parts(
     Raises ConfigError with one line that a user can act on, and WorkerLost where another rank fails.
     """
     limit_spinning()
-    from twostroke.model.architectures.expert_hits import StagesHits
     from twostroke.model.cuda.gpu_use import watch_gpu
+    from twostroke.model.parallel.experts import StagesHits
     from twostroke.protocol.grammars import Grammars
     from twostroke.worker.deps import WorkerDeps
     from twostroke.worker.scheduling.block_pool import BlockPool

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from twostroke.model.backend import LayerNorm, Linear
 from twostroke.model.batch import BatchLayout
+from twostroke.model.config import IndexSizes
 from twostroke.model.costs.sizes import GATHERED_BYTES, MAX_SCORES
-from twostroke.model.shapes.latent_sizes import IndexSizes
 
 
 @dataclass(frozen=True)

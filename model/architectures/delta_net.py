@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import Linear
-from twostroke.model.shapes.state_sizes import DeltaSizes
+from twostroke.model.state_sizes import DeltaSizes
 
 CHUNK = 64
 """Tokens of a triangular system: the scan over chunks does as many steps less, a system costs the square."""

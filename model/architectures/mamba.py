@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from twostroke.model.architectures.states import StateMixer
 from twostroke.model.backend import GroupNorm, Linear, StateKernels
-from twostroke.model.shapes.state_sizes import MambaSizes
+from twostroke.model.state_sizes import MambaSizes
 
 CHUNK = 64
 """Tokens that meet as in attention: the scan over chunks does as many steps less, a chunk costs the square."""

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from twostroke.model.backend import GroupNorm, Linear, StateKernels
 from twostroke.model.batch import BatchLayout
-from twostroke.model.shapes.state_sizes import ConvolutionSizes, StateSizes
+from twostroke.model.state_sizes import ConvolutionSizes, StateSizes
 
 
 class StateWeights(Protocol):

@@ -1,9 +1,8 @@
 """A Hugging Face folder's `config.json`: which family it is of, and what it says. No torch here.
 
-Fields of config.json that a family does not read: which of them change nothing, and which must not be passed over.
-
-A field that no transformers class of a family has is ignored there as here, unless it is known to change what other
-decoders compute: a file that has it describes another model than the one that would be served.
+Of fields that a family does not read some change nothing, and some must not be passed over. A field that no
+transformers class of a family has is ignored there as here, unless it is known to change what other decoders compute: a
+file that has it describes another model than the one that would be served.
 """
 
 import json

@@ -50,7 +50,7 @@ from twostroke.model.parallel.experts import make_places
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 from twostroke.model.parallel.tensor_parallel import ContextParts
 from twostroke.model.parameters import Module, Part, end_modules, expert_name, layer_modules, mtp_modules
-from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
+from twostroke.model.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 
 Weight = Tensor | QuantizedWeight
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_values
 from twostroke.model.checkpoint.tensor_file import WHOLE, StoredWeight, TensorFile
-from twostroke.model.shapes.weight_forms import StoredQuantization, WeightForm
+from twostroke.model.config import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 NOT_READ = (

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from twostroke.model.architectures.families.family import ConfigFields, shown
-from twostroke.model.shapes.weight_forms import StoredQuantization, WeightForm
+from twostroke.model.config import StoredQuantization, WeightForm
 
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4", "modelopt", "quark")
 _INSTEAD = "take one of the model's checkpoints that is, or the unquantised one with model.quantization: int8 or int4"

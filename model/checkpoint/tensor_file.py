@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.config import TEXT_PREFIXES
-from twostroke.model.shapes.weight_forms import WeightForm
+from twostroke.model.config import TEXT_PREFIXES, WeightForm
 
 WHOLE = slice(None)
 

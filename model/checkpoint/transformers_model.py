@@ -3,11 +3,18 @@
 The model is built on the meta device, where nothing has memory, and one forward pass is traced there: what its modules
 hand to the attention, layer by layer, says what its KV is made of. What our attention would compute otherwise is
 refused by name, and a dry run over the loaded weights, against transformers' own attention, has the last word.
+
+Tensors go by the names that transformers' modules have for them, as its own conversion mapping says. Most are a tensor
+of a file under another name, of which any slice is read alone. What the mapping joins, splits or transposes is read
+whole.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +23,12 @@ import torch
 import transformers
 import xxhash
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
+from twostroke.model.architectures.families.family import MAX_EXPERTS, MAX_LAYERS, shown
 from twostroke.model.architectures.transformers_decoder import (
     ATTENTION,
     AttentionCall,
@@ -33,16 +43,230 @@ from twostroke.model.backend import Backend, LoadOptions
 from twostroke.model.batch import Drawing, StepInput, make_layouts
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
-from twostroke.model.checkpoint.tensor_file import WHOLE
-from twostroke.model.checkpoint.transformers_checks import check_calls, first_line, read_transformers_config
-from twostroke.model.checkpoint.transformers_names import NamedTensors
-from twostroke.model.checkpoint.weights import has_weights
+from twostroke.model.checkpoint.tensor_file import WHOLE, equal_tensors
+from twostroke.model.checkpoint.weights import DTYPES, has_weights, open_tensors
 from twostroke.model.config import ModelShape, Quantization
 from twostroke.model.costs.sizes import check_contexts, check_size, form_of, of_lm_head, tensor_bytes, weights_as
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm, Shard
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.errors import ConfigError
+
+
+def read_transformers_config(raw: dict[str, Any], source: str) -> Any:
+    """The configuration as transformers understands it. Raises ConfigError for what is refused by what it says."""
+
+    def refused(field: str, why: str) -> ConfigError:
+        return ConfigError(f"{source}: {field}: {why}")
+
+    for field, most in _MAX_OF.items():
+        if isinstance(count := raw.get(field), int) and count > most:
+            raise refused(field, f"{shown(count)} is more than any model has: at most {most} are taken")
+    kind, architectures = raw.get("model_type"), raw.get("architectures") or []
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        if raw.get("auto_map"):
+            raise refused("auto_map", "its own code would have to be run (`trust_remote_code`), which we never do")
+        named = f"{architectures} of model_type {kind!r}"
+        raise refused("architectures", f"{named} is neither a family of ours nor known to transformers {_VERSION}")
+    if raw.get("quantization_config"):
+        raise refused(
+            "quantization_config",
+            "quantised checkpoints are for families of ours alone: take it unquantised, and set model.quantization",
+        )
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(raw)
+    except Exception as error:  # its validation has classes of its own
+        raise refused("model_type", f"transformers can't read this {kind}: {first_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise refused("architectures", f"{architectures} has an encoder; only decoders are served")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refused("architectures", f"{architectures} is no decoder that writes text, as transformers knows it")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if architectures and model_class.__name__ not in architectures:
+        raise refused("architectures", f"{architectures} is not the decoder of {kind!r}, {model_class.__name__}")
+    if getattr(model_class, "_is_stateful", False):
+        raise refused("model_type", f"{kind!r} keeps a state beside KV (state-space or linear attention layers)")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise refused("num_kv_shared_layers", "layers that use another one's KV are not supported")
+    if getattr(config, "attention_chunk_size", None):
+        raise refused("attention_chunk_size", "attention within chunks is not supported")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+        if (scaling := rope.get("rope_type")) in ("longrope", "dynamic"):
+            raise refused("rope_parameters", f"{scaling} changes over within a request, and with the batch")
+    return config
+
+
+_MAX_OF = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), MAX_EXPERTS),
+}
+_VERSION = transformers.__version__
+# Tensors that attention may be handed and needs not: ours takes positions and masks from the layout.
+_IGNORED_TENSORS = {"position_ids", "cache_position"}
+
+
+def check_calls(calls: Sequence[AttentionCall], config: Any, error: Any) -> None:
+    """Check that our attention computes what these calls ask for. Raises the result of `error` where it can't."""
+    layers = config.num_hidden_layers
+    if len(calls) != layers or len({call.module for call in calls}) != layers:
+        what = f"{layers} layers called the attention {len(calls)} times: some keep no KV, or something else"
+        raise error(what, asks_for_ours=bool(calls))
+    first = calls[0]
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = (
+        getattr(config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * layers
+    )
+    for index, call in enumerate(calls):
+        if kinds[index] == "sliding_attention" and not call.window:
+            raise error(f"layer {index} has a window that its attention does not get")
+        if call.key.shape != first.key.shape or call.query.shape != first.query.shape:
+            raise error(f"the KV of layer {index} has another shape than the first one's")
+        if call.value.shape[:3] != call.key.shape[:3] or call.value.shape[-1] > call.key.shape[-1]:
+            raise error(f"layer {index} has values of shape {list(call.value.shape[1:])}")
+        if call.query.shape[-1] != call.key.shape[-1] or call.query.shape[1] % call.key.shape[1]:
+            raise error(f"layer {index} has {list(call.query.shape[1:])} queries over {list(call.key.shape[1:])} keys")
+        if call.query.shape[-1] % 2:
+            raise error(f"heads of {call.query.shape[-1]} dimensions, an odd number, are not supported")
+        if call.others.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+            raise error(f"layer {index} attends to tokens that come later")
+        for name, value in call.others.items():
+            if isinstance(value, Tensor) and name not in _IGNORED_TENSORS:
+                raise error(f"the attention of layer {index} takes {name!r}, which ours does not know")
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+_IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""Tensors of older files that are computed today: transformers ignores them, too. The last are masks."""
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """A conversion that makes some of a model's tensors from tensors of the files."""
+
+    converter: Any
+    target: str  # the first of what it makes
+    sources: list[tuple[str, str]]  # (name in the files, pattern of the converter)
+
+    def run(self, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+        """Return the model's tensors, by its names, made of the files' `tensors`."""
+        converter = deepcopy(self.converter)
+        for name, pattern in self.sources:
+            converter.add_tensor(self.target, name, pattern, lambda tensor=tensors[name]: tensor)
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class NamedTensors:
+    """The tensors of a model of transformers in a folder's files.
+
+    Raises ConfigError naming file and tensor as Checkpoint does: pickles only, a missing shard, a missing, unknown or
+    misshapen tensor, one of another type than bf16, fp16 or fp32.
+    """
+
+    def __init__(self, folder: Path, model: Any):
+        """`model` is on the meta device, uncut; tensors that it ties to others need not be there."""
+        paths, self._files = open_tensors(folder)
+        self._model = model
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._renamed: dict[str, str] = {}
+        self._converted: dict[str, _Conversion] = {}
+        self._assign(folder, paths)
+        for tied, source in model.all_tied_weights_keys.items():
+            if source not in self._renamed and source not in self._converted and tied in self._renamed:
+                self._renamed[source] = self._renamed[tied]
+        self._check(folder, paths)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in the files of a model's tensor: of the first one, where it is made of several."""
+        source = self._renamed[name] if name in self._renamed else self._converted[name].sources[0][0]
+        return DTYPES[self._files[source].dtype(source)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a model's tensor."""
+        return self._shapes[name]
+
+    def tensor(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A tensor of the model in the files' dtype: a view where it is one of the files'. `columns` are of weights."""
+        if name in self._renamed:
+            source = self._renamed[name]
+            return self._files[source].tensor(source, rows, columns)
+        conversion = self._converted[name]
+        sources = {source: self._files[source].tensor(source, WHOLE, WHOLE) for source, _ in conversion.sources}
+        whole = conversion.run(sources, self._model)[name]
+        return whole[rows, columns] if whole.dim() == 2 else whole[rows]
+
+    def differ(self, name: str, other: str) -> bool:
+        """Return whether both are in the files, and hold different numbers."""
+        if not {name, other} <= self._renamed.keys():
+            return False
+        first, second = self._renamed[name], self._renamed[other]
+        return first != second and not equal_tensors(self._files[first], first, self._files[second], second)
+
+    def contents(self) -> Iterator[tuple[str, memoryview]]:
+        """Yield name, type and shape of each tensor in use, with its bytes, in a fixed order."""
+        converted = {source for conversion in self._converted.values() for source, _ in conversion.sources}
+        for name in sorted({*self._renamed.values(), *converted}):
+            file = self._files[name]
+            yield f"{name} {file.dtype(name)} {file.shape(name)}", file.content(name)
+
+    def _assign(self, folder: Path, paths: Mapping[str, Path]) -> None:
+        """Assign tensors as transformers.core_model_loading.convert_and_load_state_dict_in_model does, without loading
+        any."""
+        model, wanted = self._model, self._model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        ignored = re.compile("|".join((*_IGNORED, *sorted(model._keys_to_ignore_on_load_unexpected or ()))))
+        conversions: dict[str, _Conversion] = {}
+        for name in sorted(self._files, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+            if target not in wanted and name in wanted:
+                target, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
+            if target in wanted and pattern is not None:
+                new = _Conversion(of_pattern[pattern], target, [])
+                conversions.setdefault(target, new).sources.append((name, pattern))
+            elif target in wanted:
+                self._renamed[target] = name
+            elif not ignored.search(name):
+                raise ConfigError(f"{paths[name]}: tensor {name} is none of {type(model).__name__}'s in transformers")
+        for conversion in conversions.values():
+            empty = {source: self._empty(source) for source, _ in conversion.sources}
+            try:
+                made = conversion.run(empty, model)
+            except Exception as error:  # whatever transformers' operations raise
+                raise ConfigError(f"{folder}: {conversion.target} can't be made of its tensors: {error}") from error
+            for target, tensor in made.items():
+                self._converted[target] = conversion
+                if target in wanted and tensor.shape != wanted[target].shape:
+                    raise _misshapen(folder, target, tuple(tensor.shape), self._shapes[target])
+
+    def _empty(self, source: str) -> Tensor:
+        return torch.empty(self._files[source].shape(source), device="meta")
+
+    def _check(self, folder: Path, paths: Mapping[str, Path]) -> None:
+        for target, shape in self._shapes.items():
+            if target in self._renamed:
+                source = self._renamed[target]
+                path, file = paths[source], self._files[source]
+                if file.shape(source) != shape:
+                    raise _misshapen(path, source, file.shape(source), shape)
+            elif target not in self._converted and target not in self._model.all_tied_weights_keys:
+                raise ConfigError(f"{folder}: tensor {target} is missing")
+        converted = {source for conversion in self._converted.values() for source, _ in conversion.sources}
+        for name in sorted({*self._renamed.values(), *converted}):
+            if (dtype := self._files[name].dtype(name)) not in DTYPES:
+                raise ConfigError(f"{paths[name]}: tensor {name} is {dtype}, only {', '.join(DTYPES)} are supported")
+
+
+def _misshapen(where: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> ConfigError:
+    return ConfigError(f"{where}: tensor {name} has shape {list(found)}, config.json asks for {list(expected)}")
+
 
 TRACED_TOKENS = 5
 DRY_RUN_TOKENS = (20, 16, 1)

@@ -31,10 +31,9 @@ from twostroke.model.checkpoint.tensor_file import (
     equal_tensors,
     text_names,
 )
-from twostroke.model.config import ModelConfig, Projection
+from twostroke.model.config import ModelConfig, Projection, WeightForm
 from twostroke.model.costs.sizes import num_parameters
 from twostroke.model.parameters import expected_shapes, expert_name
-from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 
 SINGLE_FILE = "model.safetensors"

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from twostroke.model.config import ModelConfig, ModelShape, Quantization
+from twostroke.model.config import ModelConfig, ModelShape, Quantization, WeightForm
 from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
 from twostroke.model.parameters import Product, decoder_modules, expert_name
-from twostroke.model.shapes.state_sizes import StateSizes
-from twostroke.model.shapes.weight_forms import WeightForm
+from twostroke.model.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import mean_seen
 
 NORM_FLOPS = 5  # of a number: residual added, squared, summed, scaled, weighed

@@ -7,10 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from twostroke.model.config import ModelConfig, ModelShape, Quantization
+from twostroke.model.config import ModelConfig, ModelShape, Quantization, WeightForm
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm
 from twostroke.model.parameters import Module, decoder_modules, expected_shapes, tensor_shapes
-from twostroke.model.shapes.weight_forms import WeightForm
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.kv_layout import stage_layers
 

@@ -1,12 +1,11 @@
-"""Decode steps as CUDA graphs: one launch a step, whatever the number of layers.
+"""Steps as CUDA graphs: one launch a step, whatever the number of layers.
 
-A graph is captured for each of some batch sizes; a batch is padded to the next of them with copies of its last row,
-which compute and write the same once more. Inputs go from pinned memory into the graphs' own tensors on the stream, so
-the host may prepare a step while the one before runs.
+**Decode steps.** A graph is captured for each of some batch sizes; a batch is padded to the next of them with copies of
+its last row, which compute and write the same once more. Inputs go from pinned memory into the graphs' own tensors on
+the stream, so the host may prepare a step while the one before runs.
 
-Small steps that prompts are part of as CUDA graphs: one launch each, where the host would take longer than the GPU.
-
-A graph is captured for each of some shapes: rows for a number of sequences that bring one token, and behind them rows
+**Small steps that prompts are part of**, where the host would take longer than the GPU. A graph is captured for each of
+some shapes: rows for a number of sequences that bring one token, and behind them rows
 for the tokens of up to MAX_CHUNKS prompts. Rows that a step leaves empty belong to no sequence: their KV goes nowhere,
 nothing attends to them, and their results are dropped. Lengths are read on the device, so launches follow the shape.
 """

@@ -1,30 +1,39 @@
-"""Copies of experts in slots of a rank's own, which other ranks' experts are sent to (worker/experts/ decides which).
+"""Experts among ranks: copies of them, sums of their outputs, and counts of how often each was chosen.
 
-A slot is its bytes, in whatever form weights are held. Pieces of any number of them go from rank to rank in one
-all-to-all; what steps read of the tables where experts are changes in place, so captured steps follow.
+**Copies** lie in slots of a rank's own, which other ranks' experts are sent to (worker/experts/ decides which). A slot
+is its bytes, in whatever form weights are held. Pieces of any number of them go from rank to rank in one all-to-all;
+what steps read of the tables where experts are changes in place, so captured steps follow.
 
-Sum of the ranks' experts' outputs by an all-to-all, instead of an all-reduce: fewer bytes, but a wait.
-
-Attention's sum has left all rows on all ranks, so a rank finds those for its experts at home, and nothing is sent to
-experts. All ranks route all tokens alike, so each knows how many rows the others will send it: no counts travel either.
-Results do. Of T tokens each rank owns ceil(T / ranks) in a row. A token's owner is sent the summands of the ranks that
-have one of its experts, and adds them; then all gather the sums.
+**Sums** of the ranks' outputs go by an all-to-all instead of an all-reduce: fewer bytes, but a wait. Attention's sum
+has left all rows on all ranks, so a rank finds those for its experts at home, and nothing is sent to experts. All ranks
+route all tokens alike, so each knows how many rows the others will send it: no counts travel either. Results do. Of T
+tokens each rank owns ceil(T / ranks) in a row. A token's owner is sent the summands of the ranks that have one of its
+experts, and adds them; then all gather the sums.
 
 Of an all-reduce's 2 (n - 1) / n T rows, which a rank sends, the half that gathers remains. Of the half that adds, a
 token's row comes from the ranks that have one of its k experts alone: with n ranks and choices at random, (1 - 1 / n)^k
 of these rows are not sent. The price is a second collective, and that the host waits for the router's choices: a
 captured graph can't.
+
+**Counts**: kernels count where they sort tokens by expert; readers wait for no step. On a CPU the counts are the
+kernels' own. On a GPU they stay there: now and then a copy to the host is queued behind a step, and readers see the
+last that has come.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.backend import ExpertPlaces, Experts
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import TensorParallel
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import ArrangeExperts, ExpertMove, LayerCopies
 
 STEP_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
@@ -174,3 +183,69 @@ def sum_of_experts(
     for is_sent, part in zip(is_from[rank * owned : (rank + 1) * owned].T, torch.split(rows, received), strict=True):
         total[is_sent.nonzero()[:, 0].to(y.device)] += part  # a rank's rows are of different tokens
     return parallel.gather_rows(total.to(y.dtype))[:tokens]
+
+
+COPY_S = 0.5
+"""Counts on the host are as old as this, or as the step before the last."""
+
+
+class ExpertHits:
+    """The counts of all layers' experts, of one rank: each rank has the same, since each routes all tokens."""
+
+    def __init__(self, layers: Sequence[Tensor | None], clock: Clock = time.monotonic):
+        """layers: each one's `Experts.hits`, int64 [experts], as many in each; None where there are none, not in
+        all."""
+        self._layers = layers
+        self._clock = clock
+        self._counts = counts = [hits for hits in layers if hits is not None]
+        self._copied_at = clock()
+        self._host: Tensor | None = None
+        if counts[0].device.type == "cuda":
+            self._host = torch.zeros((len(counts), len(counts[0])), dtype=torch.int64, pin_memory=True)
+
+    def clear(self) -> None:
+        """Reset the counters, on the thread of `copy`: steps before this belong to no request."""
+        for hits in self._counts:
+            hits.zero_()
+        if self._host is not None:
+            torch.cuda.synchronize(self._counts[0].device)
+            self._host.zero_()
+
+    def copy(self) -> None:
+        """Queue a copy of the counters, between steps, on the thread that launches them. Waits for nothing."""
+        if self._host is not None and (now := self._clock()) >= self._copied_at + COPY_S:
+            self._copied_at = now
+            self._host.copy_(torch.stack(self._counts), non_blocking=True)
+
+    def read(self) -> NDArray[np.int64]:
+        """[layers, experts], counters; zeros for layers without experts. On any thread, steps may be under way."""
+        found = self._counts if self._host is None else self._host.unbind()
+        counts = iter(found)
+        return np.stack(
+            [np.zeros(len(found[0]), np.int64) if hits is None else next(counts).numpy() for hits in self._layers]
+        )
+
+
+class StagesHits:
+    """Counters of all layers' experts where stages share the model: rank 0's own, and the last reports of other
+    stages."""
+
+    def __init__(
+        self, own: ExpertHits | None, reports: Mapping[int, Sequence[Sequence[int]]], layout: KVLayout, experts: int
+    ):
+        """`reports` is filled from outside: the hits of its layers by each stage's first rank. `own` is None where
+        stage 0 has no experts."""
+        self._own = own
+        self._reports = reports
+        self._layout = layout
+        self._experts = experts
+
+    def read(self) -> NDArray[np.int64]:
+        """Return counters as ExpertHits.read, of all layers: zeros for a stage that has not reported yet."""
+        found = np.zeros((self._layout.num_layers, self._experts), np.int64)
+        if self._own is not None:
+            found[: len(self._layout.layers_of(0))] = self._own.read()
+        for rank, hits in self._reports.items():
+            layers = self._layout.layers_of(rank)
+            found[layers.start : layers.stop] = hits
+        return found

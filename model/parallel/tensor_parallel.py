@@ -1,14 +1,4 @@
-"""NCCL's log lines about the networks of its connections: only its log tells that it fell back to sockets.
-
-`NCCL_DEBUG=INFO` has a line for each channel of a connection between processes (NVIDIA's guide to NCCL, "Environment
-Variables", has the variables; the lines are those of NCCL 2.19 to 2.28):
-
-    host:53:271 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
-    host:53:271 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
-
-Not confirmed on hardware.
-
-Tensor parallelism of one engine's ranks by Megatron's scheme (Shoeybi et al. 2019).
+"""Tensor parallelism of one engine's ranks by Megatron's scheme (Shoeybi et al. 2019).
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
 one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
@@ -18,13 +8,21 @@ They meet in a torch.distributed process group of our own: gloo between CPUs, NC
 made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a sum with computing:
 in a decoder without parallel branches the next operation needs it.
 
-Attention to latents whose tokens a stage's ranks have divided among them: decode context parallelism.
+**Decode context parallelism (DCP)** divides the cached tokens of MLA among a stage's ranks. Each rank has some heads of
+a layer's projections, as ever, and of each block of the cache some tokens (protocol/ kv_layout.py). For a decode every
+rank attends with the queries of all heads to the tokens that it has, and each head's results go to the rank that has
+the head, which merges them by the logarithms of their sums of weights, as segments of a context are merged (Dao et al.
+2023). For a prompt's chunk, whose rows are many, latents go about instead: they are one row a token, which all heads
+share.
 
-Each rank has some heads of a layer's projections, as ever, and of each block of the cache some tokens (protocol/
-kv_layout.py). For a decode every rank attends with the queries of all heads to the tokens that it has, and each head's
-results go to the rank that has the head, which merges them by the logarithms of their sums of weights, as segments of a
-context are merged (Dao et al. 2023). For a prompt's chunk, whose rows are many, latents go about instead: they are one
-row a token, which all heads share.
+**NCCL's log** alone tells that it fell back to sockets. `NCCL_DEBUG=INFO` has a line for each channel of a connection
+between processes (NVIDIA's guide to NCCL, "Environment Variables", has the variables; the lines are those of NCCL 2.19
+to 2.28):
+
+    host:53:271 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0
+    host:53:271 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+
+Not confirmed on hardware.
 """
 
 import os

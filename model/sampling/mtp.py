@@ -15,9 +15,8 @@ from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepInput
-from twostroke.model.cache.layer_announcer import LaunchedWork
+from twostroke.model.cache.layer_announcer import LaunchedStep, LaunchedWork
 from twostroke.model.parallel.tensor_parallel import TensorParallel
-from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.sampling.sampler import largest_of_ranks
 from twostroke.model.step import MtpDrafts, OnLayer, SequenceStep
 from twostroke.protocol.requests import SampledToken

@@ -1,9 +1,7 @@
-"""Draws over logits of which each tensor-parallel rank has its part of the vocabulary.
+"""Sampling on the host: log-probabilities, adjustments, greedy choice or seeded draw.
 
-A greedy token needs of each rank its largest logit alone: 24 bytes a row, where logits of 128k tokens are half a
-megabyte. Everything else needs all logits on rank 0.
-
-Sampling on the host: log-probabilities, adjustments, greedy choice or seeded draw.
+Logits lie in parts of the vocabulary on tensor-parallel ranks. A greedy token needs of each rank its largest logit
+alone: 24 bytes a row, where logits of 128k tokens are half a megabyte. Everything else needs all logits on rank 0.
 
 A token depends on its own row of logits, its Draw and its position: never on the batch around it. What is drawn, to the
 bit, stands in model/sampling/draws.py.

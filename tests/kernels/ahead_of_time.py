@@ -67,7 +67,7 @@ from twostroke.model.cuda.kernels.kv_units import (
 from twostroke.model.cuda.kernels.latents import latent_decode, latent_decode_config
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
 from twostroke.model.cuda.kernels.states import CudaStates
-from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
+from twostroke.model.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 
 TARGETS = {80: A100, 89: GpuTarget.of((8, 9), 142), 90: H100, 100: B200}
 

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.rigs.engine_runner import greedy_tokens
+from twostroke.model.cache.layer_announcer import LaunchedStep
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig, resolve_dtype
 from twostroke.model.load import load_engine
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.step import Draw, SequenceStep, with_drawn_tokens
 from twostroke.protocol.errors import ConfigError, WorkerLost
 from twostroke.protocol.requests import SampledToken, SamplingParams

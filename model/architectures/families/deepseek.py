@@ -21,14 +21,15 @@ from twostroke.model.architectures.families.family import (
 from twostroke.model.architectures.families.glm import experts_by_groups
 from twostroke.model.config import (
     ExpertsSpec,
+    IndexSizes,
     IndexSpec,
+    LatentSizes,
     LatentSpec,
     MlpSpec,
     ModelConfig,
     MtpSpec,
     Projection,
 )
-from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 
 
 def read_v2_config(fields: ConfigFields) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: norms before and behind the sublayers, embeddings times the root of their size, GELU, and windows.
+"""Gemma 2, 3 and 4: norms before and behind the sublayers, embeddings times the root of their size, GELU, and windows.
 
 Gemma 2 (Gemma Team 2024) caps scores and logits; Gemma 3 (2025) has norms of heads, and other angles in layers with
 windows.

@@ -18,7 +18,7 @@ from twostroke.model.architectures.families.family import (
 )
 from twostroke.model.architectures.families.llama import with_multipliers
 from twostroke.model.config import ExpertsSpec, MambaSpec, MlpSpec, ModelConfig, Projection
-from twostroke.model.shapes.state_sizes import MambaSizes
+from twostroke.model.state_sizes import MambaSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 ATTENDS: Mapping[str, bool] = {"full_attention": True, "attention": True, "linear_attention": False, "mamba": False}

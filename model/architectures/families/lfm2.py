@@ -15,7 +15,7 @@ from twostroke.model.architectures.families.family import (
     with_experts,
 )
 from twostroke.model.config import ConvolutionSpec, DecoderSpec, ModelConfig, Projection
-from twostroke.model.shapes.state_sizes import ConvolutionSizes
+from twostroke.model.state_sizes import ConvolutionSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 

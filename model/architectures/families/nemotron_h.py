@@ -18,7 +18,7 @@ from twostroke.model.architectures.families.family import (
 from twostroke.model.architectures.families.glm import experts_by_groups
 from twostroke.model.architectures.families.granite import ATTENDS, check_sizes, mamba_spec
 from twostroke.model.config import DecoderSpec, MlpSpec, ModelConfig, Projection
-from twostroke.model.shapes.state_sizes import MambaSizes
+from twostroke.model.state_sizes import MambaSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 _OF_LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}

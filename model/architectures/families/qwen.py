@@ -23,7 +23,7 @@ from twostroke.model.architectures.families.family import (
     with_experts,
 )
 from twostroke.model.config import DeltaSpec, ExpertsSpec, MlpSpec, ModelConfig, Projection, RopeType
-from twostroke.model.shapes.state_sizes import DeltaSizes
+from twostroke.model.state_sizes import DeltaSizes
 from twostroke.protocol.kv_layout import STATE_WINDOW
 
 _MROPE: Mapping[str, RopeType] = {"mrope": "default"}  # positions in three dimensions, which are one in text

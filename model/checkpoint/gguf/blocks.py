@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.checkpoint.quantization import QuantizedWeight
-from twostroke.model.shapes.weight_forms import WeightForm
+from twostroke.model.config import WeightForm
 
 _Bytes = npt.NDArray[np.uint8]
 _Floats = npt.NDArray[np.float32]

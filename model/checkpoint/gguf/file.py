@@ -1,10 +1,9 @@
 """The tensors of a GGUF file, by their names in a Hugging Face folder.
 
-Qwen3.5's tensors in GGUF files, as llama.cpp's converter changes them, and how to undo it.
-
-What the converter (conversion/qwen.py) does: norms but the delta nets' own have 1 added; `ssm_a` is -exp(A_log); the
-convolution has lost a dimension of one; value heads, which lie together by their key head, are dealt out: head j of key
-head k, of K, is the head j K + k of the file, in rows of what makes values, and in columns of what reads them.
+What llama.cpp's converter (conversion/qwen.py) changes in Qwen3.5's tensors is undone: norms but the delta nets' own
+have 1 added; `ssm_a` is -exp(A_log); the convolution has lost a dimension of one; value heads, which lie together by
+their key head, are dealt out: head j of key head k, of K, is the head j K + k of the file, in rows of what makes
+values, and in columns of what reads them.
 """
 
 import re

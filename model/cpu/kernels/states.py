@@ -1,4 +1,4 @@
-"""Common parts of the kernels of layers with a state: parts of blocks, the convolution, the count of tokens.
+"""Single tokens of layers that keep a state, on CPUs: gated delta nets, Mamba-2, gated short convolutions.
 
 A state is read from the block of the token before and written into that of its own, which mostly are the same.
 
@@ -10,18 +10,14 @@ a the decay, what a state gives of keys and queries is summed in one pass, so th
 
     S' = a S + k u^T,  u = b (v - a S^T k),  S'^T q = a S^T q + (k . q) u.
 
-Reference: model/architectures/delta_net.py.
-
 One token of Mamba-2 on CPUs: the convolution, then one pass over the states, which reads each number once.
 
 Of the convolution a thread takes a block's part: x of a KV head's heads, or B and C of their groups, which other KV
 heads may have, too. Of the states it takes one head of a sequence.
 
-Reference: model/architectures/mamba.py.
-
 One token of gated short convolutions on CPUs. A thread takes a block's part: channels of a KV head.
 
-Reference: model/architectures/states.py.
+References: model/architectures/delta_net.py, mamba.py, states.py.
 """
 
 from collections.abc import Sequence
@@ -50,7 +46,7 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.shapes.state_sizes import StateSizes
+from twostroke.model.state_sizes import StateSizes
 
 
 @compiled

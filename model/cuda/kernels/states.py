@@ -1,4 +1,4 @@
-"""Common parts of the kernels of layers with a state: blocks of a decode step's rows, and the short convolution.
+"""Single tokens of layers that keep a state, on CUDA: gated delta nets, Mamba-2, gated short convolutions.
 
 A state is read from the block of the token before and written into that of its own, which mostly are the same. A layer
 takes two launches. The convolution only reads the number of tokens that a state has seen, and makes NaN of a state of
@@ -7,8 +7,6 @@ other tokens. The layer's own kernel, which needs all of a head's convolved chan
 The last rows of a captured step may be copies of one sequence (model/cuda/graphs.py). All programs of a launch run at
 once, so a copy would meet a state that has been rewritten. Only the first of equal rows computes, and writes the
 results of all: a block is written for one sequence alone, so equal rows are those with the same one.
-
-Reference: model/architectures/states.py.
 
 One token of gated delta nets: after the convolution, update of the states and gated norm in one pass over them.
 
@@ -21,8 +19,6 @@ Predicted, not measured: a token of a layer of Qwen3-Next (32 matrices of 128 x 
 convolution included, which an H100's 3.35 TB/s takes 1.3 us for; its 4.7 MFLOP of fp32 take 0.07 us of 67 TFLOP/s. A
 batch of one has 32 programs for 132 multiprocessors, and takes the latency of one load of 64 KiB instead.
 
-Reference: model/architectures/delta_net.py.
-
 One token of Mamba-2: after the convolution, one pass over the states.
 
 A program holds the matrix of a head in registers, so each of its numbers is read once and written once.
@@ -31,13 +27,7 @@ Predicted, not measured: a token of a layer of Nemotron Nano 9B v2 (128 matrices
 5.4 MB, convolution included, which an H100's 3.35 TB/s takes 3.2 us for; its 6.6 MFLOP of fp32 take 0.1 us of 67
 TFLOP/s.
 
-Reference: model/architectures/mamba.py.
-
-One token of gated short convolutions: the convolution, then its gate.
-
-Reference: model/architectures/states.py.
-
-Single tokens of layers that keep a state, on CUDA.
+References: model/architectures/delta_net.py, mamba.py, states.py.
 """
 
 from collections.abc import Sequence
@@ -53,7 +43,7 @@ from twostroke.model.architectures.mamba import MambaWeights
 from twostroke.model.architectures.states import ConvolutionWeights, StateWeights
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.launch import await_inputs, dependent_launch, power_of_two
-from twostroke.model.shapes.state_sizes import StateSizes
+from twostroke.model.state_sizes import StateSizes
 
 _BLOCK = 256  # channels of a program, which reads and writes taps - 1 numbers of each
 _BLOCK_WARPS = 4

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.architectures.delta_net import CHUNK, delta_rule, inverse_of_unit_lower
-from twostroke.model.shapes.state_sizes import DeltaSizes
+from twostroke.model.state_sizes import DeltaSizes
 
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key=8, value=6, taps=4)
 HIDDEN, KV_HEADS, BLOCK = 16, 2, 8

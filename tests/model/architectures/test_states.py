@@ -14,7 +14,7 @@ from twostroke.model.backend import GroupNorm, StateKernels
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.cpu.backend import CpuStates
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.shapes.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
+from twostroke.model.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 from twostroke.model.step import SequenceStep
 
 HIDDEN, KV_HEADS, BLOCK = 16, 2, 8

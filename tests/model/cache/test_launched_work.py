@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from twostroke.kvtransfer.transports.device_units import DeviceQueue
-from twostroke.model.cache.layer_announcer import LaunchedWork
+from twostroke.model.cache.layer_announcer import LaunchedWork, SilentStep
 from twostroke.model.cuda.sampler import DeviceSampler
-from twostroke.model.sampling.launched_steps import SilentStep
 
 GPU = torch.device("cuda", 3)
 

@@ -9,9 +9,9 @@ import torch
 from tests.model.cpu.test_linears import random_quantized
 from twostroke.model.checkpoint.config_file import parse_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other, quantize, two_byte_scales
+from twostroke.model.config import WeightForm
 from twostroke.model.costs.sizes import common_form, weight_bytes
 from twostroke.model.parameters import expected_shapes
-from twostroke.model.shapes.weight_forms import WeightForm
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -7,9 +7,8 @@ import pytest
 
 from tests.model.conftest import TINY
 from twostroke.model.checkpoint.config_file import parse_model_config
-from twostroke.model.config import ModelConfig
+from twostroke.model.config import ModelConfig, StoredQuantization, WeightForm
 from twostroke.model.costs.sizes import stored_forms, weight_bytes, weights_as
-from twostroke.model.shapes.weight_forms import StoredQuantization, WeightForm
 from twostroke.protocol.errors import ConfigError
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from twostroke.model.config import (
+    IndexSizes,
+    LatentSizes,
     ModelShape,
 )
 from twostroke.model.costs.operations import NumberFormats, StepWork, decode_operations, step_work
 from twostroke.model.machine_limits import published_gpu
 from twostroke.model.published.hardware import GIB
 from twostroke.model.published.models import published_model
-from twostroke.model.shapes.latent_sizes import IndexSizes, LatentSizes
 
 TINY = ModelShape(
     vocab_size=32,

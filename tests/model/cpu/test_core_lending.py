@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from twostroke.model.cache.layer_announcer import LaunchedStep
 from twostroke.model.cpu.kernels import core_lending
 from twostroke.model.cpu.kernels.core_lending import CHECK_S, CoreLending, lend_cores
 from twostroke.model.cpu.kernels.launch import Kernel, as_integers, taken
@@ -20,7 +21,6 @@ from twostroke.model.cpu.kernels.program import _RELEASED, MAX_THREADS, Launcher
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
-from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 

@@ -15,7 +15,6 @@ from tests.model.architectures.test_experts import choices, close, expert_weight
 from tests.model.conftest import make_decoder
 from tests.model.parallel.test_tensor_parallel import BLOCK_SIZE, CPU, NUM_BLOCKS, Ranks, runner
 from tests.rigs import reference
-from twostroke.model.architectures.expert_hits import ExpertHits
 from twostroke.model.backend import Experts, ExpertWeights
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -23,7 +22,7 @@ from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.experts import CpuExperts, PlainExperts
 from twostroke.model.cpu.kernels import experts
 from twostroke.model.cpu.kernels.program import Launcher
-from twostroke.model.parallel.experts import MIN_SAVED_BYTES, ExpertSlots, make_places, use_copies
+from twostroke.model.parallel.experts import MIN_SAVED_BYTES, ExpertHits, ExpertSlots, make_places, use_copies
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank
 from twostroke.model.runner import ModelRunner, RankExtras

@@ -19,6 +19,7 @@ from tests.model.conftest import make_decoder
 from twostroke.model.architectures.decoder import Decoder, DecoderWeights
 from twostroke.model.backend import LoadOptions
 from twostroke.model.cache.kv_cache import KVCache
+from twostroke.model.cache.layer_announcer import LaunchedStep
 from twostroke.model.cache.memory import GpuMemory
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
@@ -41,7 +42,6 @@ from twostroke.model.parallel.tensor_parallel import (
     TensorParallel,
 )
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.launched_steps import LaunchedStep
 from twostroke.model.sampling.sampler import Sampler
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Memory layout of weights of 8 and 4 bits for quant.py, and their packing.
+"""Memory layout of weights of 8 and 4 bits for quant.py, their packing, and their unpacking to bf16.
 
 A panel of 64 output columns is a row of steps of 256 bytes, 64 bytes for each 16 output columns l. Of four bits such a
 vector covers 8 input columns: 16-bit word 2 l + e holds, lowest bits first, columns e, 2 + e, 4 + e and 6 + e of output
@@ -7,8 +7,6 @@ sign and seven bits, which are the magnitude of an integer, or the exponent and 
 up in a table (`vpermw`; `vpermi2b` for the low and for the high bytes, which are then interleaved) makes bf16 of them,
 exactly, in the pairs along the input that `vdpbf16ps` multiplies: integers and FP8 differ in nothing but the table.
 FP4's (e2m1) are of four bits, as int4's.
-
-Unpacking of weights that packing.py packed to bf16: a table look-up in registers, the same for integers and FP8.
 """
 
 import functools

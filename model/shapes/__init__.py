@@ -1,1 +1,0 @@
-"""Sizes of layers that model/config.py puts together. No torch here."""
