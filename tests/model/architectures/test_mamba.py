@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.rigs import reference
+from twostroke.model.architectures import states
 from twostroke.model.architectures.mamba import CHUNK, scan_chunks
 from twostroke.model.backend import GroupNorm
 from twostroke.model.cpu.backend import CpuBackend
@@ -53,7 +53,7 @@ def test_ranks_normalise_groups_by_the_sums_of_all(ranks: int, groups: int, dtyp
         GroupNorm(part, whole.size, 1e-5, shared, rank * groups // ranks if shared else 0)
         for rank, part in enumerate(weight.chunk(ranks))
     ]
-    for backend in (CpuBackend(), reference):
+    for backend in (CpuBackend(), states):
         xs = [part.contiguous() for part in x.chunk(ranks, dim=1)]
         sums = [backend.group_square_sums(xs[rank], norms[rank]) for rank in parts]
         total = torch.stack(sums).sum(0)
