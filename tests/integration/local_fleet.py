@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from twostroke.kvtransfer.transports.tcp import TcpStream
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy, prefill_role
 from twostroke.protocol.clock import draw_epoch
+from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.network import TcpNetwork
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SamplingParams, Ticket
@@ -110,6 +112,11 @@ class LocalFleet:
         """One of this role, in the order of their start."""
         return self.by_peer[[info.peer for info in self.infos if info.role == role][number]]
 
+    def engine(self, role: Role, number: int = 0) -> Any:
+        """The engine of one of this role."""
+        peers = [info.peer for info in self.infos if info.role == role]
+        return self.parts[peers[number]].deps.engine
+
     def stats(self, role: Role, number: int = 0) -> WorkerStats:
         """The numbers of one of this role."""
         return self.worker(role, number).stats()
@@ -150,6 +157,56 @@ class Served:
 def new_state(request: GenerateRequest) -> RequestState:
     """The record of a request that has just come."""
     return RequestState(ChoiceJob(request), time.monotonic())
+
+
+Ask = Callable[[Served], Awaitable[list[list[int]]]]
+
+
+def asking(prompts: Sequence[Sequence[int]], num_tokens: int) -> Ask:
+    """Return what asks for a greedy answer of so many tokens to each of the prompts, all at once."""
+
+    async def ask(served: Served) -> list[list[int]]:
+        return await asyncio.gather(*(served.generate(prompt, num_tokens, GREEDY) for prompt in prompts))
+
+    return ask
+
+
+async def check_cold_and_warm(served: Served, ask: Ask, expected: list[list[int]]) -> dict[Role, int]:
+    """Check the answers twice, and that no transfer failed. Return the blocks that were found the second time."""
+    roles: set[Role] = {info.role for info in served.fleet.infos}
+    assert await ask(served) == expected
+    await served.idle()
+    before = {role: served.fleet.stats(role).prefix_hits for role in roles}
+    assert await ask(served) == expected, "with a warm prefix cache"
+    await served.idle()
+    stats = served.fleet.stats("decode")
+    num_sent = 2 * len(expected) if "prefill" in roles else 0
+    assert (stats.transfers_done, stats.transfers_failed) == (num_sent, 0)
+    return {role: served.fleet.stats(role).prefix_hits - before[role] for role in roles}
+
+
+def before_steps(engine: Any, deed: Callable[[int], Awaitable[None]]) -> None:
+    """Have `deed` done before each of an engine's steps from now on; it gets the step's number, from 1 on."""
+    step, numbers = engine.step, itertools.count(1)
+
+    async def do_and_step(*args: Any) -> Any:
+        await deed(next(numbers))
+        return await step(*args)
+
+    engine.step = do_and_step
+
+
+def die_at(engine: Any, number: int) -> list[int]:
+    """Have an engine fail from a step on, as one that is killed. Return a list that gets the steps' numbers."""
+    failed: list[int] = []
+
+    async def die(step: int) -> None:
+        if step >= number:
+            failed.append(step)
+            raise WorkerLost("killed")
+
+    before_steps(engine, die)
+    return failed
 
 
 def flip_a_bit(monkeypatch: pytest.MonkeyPatch, is_meant: Callable[[TcpStream], bool] = lambda _: True) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.integration.local_fleet import Served, Shape, asking, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES
 from twostroke.model.parallel import experts as expert_slots
 from twostroke.model.parallel.ranked_engine import TensorParallelEngine
@@ -26,8 +26,7 @@ def folder(write_checkpoint: Any) -> Path:
     return made
 
 
-async def answers(served: Served) -> list[list[int]]:
-    return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS))
+answers = asking(PROMPTS, NEW_TOKENS)
 
 
 async def answers_for_ever(served: Served) -> None:
@@ -48,7 +47,7 @@ def often_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(served: Served) -> TensorParallelEngine:
-    engine = served.fleet.worker("decode")._deps.engine
+    engine = served.fleet.engine("decode")
     assert isinstance(engine, TensorParallelEngine)
     return engine
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.integration.local_fleet import GREEDY, Served, Shape, before_steps, of_one_worker, serve
 from tests.integration.test_structured_output import AS_PERSON, Site, site
 from tests.integration.test_transfers import some_tokens
 from tests.model.architectures.test_conformance import FAMILY_SHAPES
@@ -246,13 +246,8 @@ async def test_answers_of_every_form_are_the_same_where_their_streams_move() -> 
     assert [choice["finish_reason"] for choices in undisturbed for choice in choices].count("stop") >= 2
     async with site(num_decode=2, pipeline=FIXED) as here:
         first, second = (here.served.fleet.worker("decode", number) for number in (0, 1))
-        step, pause_s = first._deps.engine.step, 0.0
-
-        async def slow(*args: Any) -> Any:
-            await asyncio.sleep(pause_s)
-            return await step(*args)
-
-        first._deps.engine.step = slow  # type: ignore[method-assign]
+        pause_s = 0.0
+        before_steps(here.served.fleet.engine("decode"), lambda _: asyncio.sleep(pause_s))
         second.leave()
         task = asyncio.create_task(of_all_forms(here))
         streams = here.served.pipeline.moves._streams

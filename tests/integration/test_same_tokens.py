@@ -23,6 +23,9 @@ from tests.integration.local_fleet import (
     VOCAB,
     Served,
     Shape,
+    asking,
+    before_steps,
+    check_cold_and_warm,
     of_one_worker,
     serve,
     worker_settings,
@@ -112,15 +115,12 @@ def case(request: pytest.FixtureRequest, write_checkpoint: Any) -> Case:
 @pytest.mark.parametrize(("case", "way"), CASES, indirect=["case"])
 async def test_greedy_output_of_the_whole_path_equals_transformers(case: Case, way: str) -> None:
     async with serve(case.folder, WAYS[way]) as served:
-
-        async def answers() -> list[list[int]]:
-            return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in case.prompts))
-
-        assert case.is_right(await answers())
+        ask = asking(case.prompts, NEW_TOKENS)
+        assert case.is_right(await ask(served))
         await served.idle()
         assert_all_arrived(served, way)
         before = {role: served.fleet.stats(role).prefix_hits for role in roles(way)}
-        assert case.is_right(await answers()), "with a warm prefix cache"
+        assert case.is_right(await ask(served)), "with a warm prefix cache"
         assert all(served.fleet.stats(role).prefix_hits > before[role] for role in roles(way))
         await served.idle()
         assert_all_arrived(served, way)
@@ -200,9 +200,7 @@ RANKS = {
 }
 
 
-async def ranked_answers(served: Served) -> list[list[int]]:
-    """Return the answers to all prompts at once."""
-    return await asyncio.gather(*(served.generate(prompt, MORE_TOKENS, GREEDY) for prompt in PROMPTS))
+ranked_answers = asking(PROMPTS, MORE_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -216,14 +214,7 @@ async def test_several_ranks_draw_the_tokens_that_one_draws(
     ranks: str, folder: Path, of_one_rank: list[list[int]]
 ) -> None:
     async with serve(folder, RANKS[ranks]) as served:
-        assert await ranked_answers(served) == of_one_rank
-        await served.idle()
-        hits = served.fleet.stats("prefill").prefix_hits
-        assert await ranked_answers(served) == of_one_rank, "with a warm prefix cache"
-        await served.idle()
-        assert served.fleet.stats("prefill").prefix_hits > hits
-        stats = served.fleet.stats("decode")
-        assert (stats.transfers_done, stats.transfers_failed) == (2 * len(PROMPTS), 0)
+        assert (await check_cold_and_warm(served, ranked_answers, of_one_rank))["prefill"] > 0
         assert served.fleet.stats("prefill").transfers_failed == 0
 
 
@@ -235,16 +226,12 @@ async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_else
         (parts,) = [parts for parts in served.fleet.parts.values() if parts.led is not None]
         assert parts.led is not None
         (process,) = parts.led.own.processes
-        step, num_steps = worker._deps.engine.step, 0
 
-        async def kill_and_step(*args: Any) -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps == 3:
+        async def kill(step: int) -> None:
+            if step == 3:
                 process.kill()
-            return await step(*args)
 
-        worker._deps.engine.step = kill_and_step  # type: ignore[method-assign]
+        before_steps(served.fleet.engine("prefill"), kill)
         assert await served.generate(PROMPTS[-1], MORE_TOKENS, GREEDY) == of_one_rank[-1]
         with pytest.raises(WorkerLost, match="rank 1"):
             worker.check_health()

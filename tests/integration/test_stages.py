@@ -5,16 +5,28 @@ token changes by it, whatever happens on the way. All ranks but each worker's fi
 import asyncio
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, flip_a_bit, of_one_worker, serve
+from tests.integration.local_fleet import (
+    GREEDY,
+    Shape,
+    asking,
+    before_steps,
+    check_cold_and_warm,
+    flip_a_bit,
+    of_one_worker,
+    serve,
+)
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
+from twostroke.cluster.ranks.worker_parts import WorkerParts
 from twostroke.kvtransfer.transports.host_units import HostWire
 from twostroke.kvtransfer.transports.tcp import TcpStream
 from twostroke.protocol.errors import WorkerLost
+from twostroke.worker.worker import Worker
 
 NEW_TOKENS = 24
 PROMPTS = random_prompts(96, 1, (1, 15, 16, 17, 64, 100, 300))
@@ -52,8 +64,7 @@ CASES = [
 ]
 
 
-async def answers(served: Served) -> list[list[int]]:
-    return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS))
+answers = asking(PROMPTS, NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +79,8 @@ async def test_stages_draw_the_tokens_that_one_rank_draws(case: tuple[Path, list
     folder, expected = case
     shape = WAYS[way]
     async with serve(folder, shape) as served:
-        assert await answers(served) == expected
-        await served.idle()
-        hits = {role: served.fleet.stats(role).prefix_hits for role in ("prefill", "decode")}
-        assert await answers(served) == expected, "with a warm prefix cache"
-        await served.idle()
-        stats = served.fleet.stats("decode")
-        assert all(served.fleet.stats(role).prefix_hits > before for role, before in hits.items())
+        assert all((await check_cold_and_warm(served, answers, expected)).values())
         assert {info.layout.pp_size for info in served.fleet.infos} == {shape.prefill_stages, shape.decode_stages}
-    assert (stats.transfers_done, stats.transfers_failed) == (2 * len(PROMPTS), 0)
 
 
 @pytest.mark.parametrize("case", ["deepseek"], indirect=True)
@@ -117,8 +121,7 @@ async def test_a_killed_stage_is_its_workers_end_and_the_stream_goes_on_elsewher
         victims: list[Any] = []
         for peer, parts in served.fleet.parts.items():
             if parts.led is not None:
-                engine, (process,) = parts.deps.engine, parts.led.own.processes
-                engine.step = _killing(engine.step, process, victims, served.fleet.by_peer[peer])  # type: ignore[method-assign]
+                before_steps(parts.deps.engine, partial(_kill_one, parts, victims, served.fleet.by_peer[peer]))
         assert await served.generate(PROMPTS[-1], NEW_TOKENS, GREEDY) == expected[-1]
         ((process, worker),) = victims
         with pytest.raises(WorkerLost, match="rank 1"):
@@ -130,20 +133,12 @@ async def test_a_killed_stage_is_its_workers_end_and_the_stream_goes_on_elsewher
             os.kill(process.pid, 0)
 
 
-def _killing(step: Any, process: Any, victims: list[Any], worker: Any) -> Any:
-    """Wrap the engine's step so that it kills the process before the third step of the first worker that comes to
-    it."""
-    num_steps = 0
-
-    async def kill_and_step(*args: Any) -> Any:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps == 3 and not victims:
-            victims.append((process, worker))
-            process.kill()
-        return await step(*args)
-
-    return kill_and_step
+async def _kill_one(parts: WorkerParts, victims: list[Any], worker: Worker, step: int) -> None:
+    """Kill the other rank's process before the third step of the first worker that comes to it."""
+    if step == 3 and not victims and parts.led is not None:
+        (process,) = parts.led.own.processes
+        victims.append((process, worker))
+        process.kill()
 
 
 @pytest.mark.parametrize("case", ["llama"], indirect=True)

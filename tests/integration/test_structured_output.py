@@ -13,11 +13,10 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.integration.local_fleet import SECRET, Served, Shape, serve
+from tests.integration.local_fleet import SECRET, Served, Shape, before_steps, die_at, serve
 from tests.rigs.processes import comes
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.step import Constraint
-from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.grammars import Grammars
 from twostroke.router.http.app import build_app
 from twostroke.router.http.doctor import Doctor
@@ -134,40 +133,27 @@ def undisturbed() -> list[dict[str, Any]]:
 
 async def test_a_decode_worker_that_dies_in_mid_object_changes_no_token(undisturbed: list[dict[str, Any]]) -> None:
     async with site(num_decode=2) as here:
-        worker = here.served.fleet.worker("decode")
-        step, num_steps = worker._deps.engine.step, 0
-
-        async def dies_at_its_tenth(*args: Any) -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps >= 10:
-                raise WorkerLost("killed")
-            return await step(*args)
-
-        worker._deps.engine.step = dies_at_its_tenth  # type: ignore[method-assign]
-        answers = await of_persons(here, 6)
-        assert num_steps >= 10
-        assert answers == undisturbed
+        failed = die_at(here.served.fleet.engine("decode"), 10)
+        assert await of_persons(here, 6) == undisturbed
+        assert failed
 
 
 @pytest.mark.parametrize("swap_bytes", [0, 2**26], ids=["recomputed", "swapped"])
 async def test_requests_that_give_way_get_the_same_tokens(swap_bytes: int, undisturbed: list[dict[str, Any]]) -> None:
     async with site(num_blocks=16, block_size=16, swap_bytes=swap_bytes, decode={"watermark": 0.0}) as here:
-        decode_worker = here.served.fleet.worker("decode")
-        step, are_together = decode_worker._deps.engine.step, asyncio.Event()
+        are_together = asyncio.Event()
 
         def has_all() -> bool:
             stats = here.served.fleet.stats("decode")
             return stats.num_running + stats.num_waiting == 6
 
-        async def steps_once_all_are_there(*args: Any) -> Any:
+        async def wait_for_all(_: int) -> None:
             """Hold the first step until all six are there: else quick ones end before slow ones need room."""
             if not are_together.is_set():
                 assert await comes(has_all, 60.0)
                 are_together.set()
-            return await step(*args)
 
-        decode_worker._deps.engine.step = steps_once_all_are_there  # type: ignore[method-assign]
+        before_steps(here.served.fleet.engine("decode"), wait_for_all)
         answers = await of_persons(here, 6)
         assert here.served.fleet.stats("decode").preemptions > 0
         assert answers == undisturbed
@@ -177,11 +163,7 @@ async def test_prefill_that_fails_leaves_the_first_token_to_a_decode_worker_that
     undisturbed: list[dict[str, Any]],
 ) -> None:
     async with site() as here:
-
-        async def dies(*args: Any) -> Any:
-            raise WorkerLost("killed")
-
-        here.served.fleet.worker("prefill")._deps.engine.step = dies  # type: ignore[method-assign]
+        die_at(here.served.fleet.engine("prefill"), 1)
         assert await of_persons(here, 6) == undisturbed
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
+from tests.integration.local_fleet import GREEDY, Served, Shape, asking, of_one_worker, serve
 from tests.model.architectures.test_conformance import FAMILY_SHAPES, random_prompts
 from twostroke.kvtiers import config, kv_tiers
 from twostroke.kvtiers.config import DiskTierConfig, SharedTierConfig, TiersConfig
@@ -47,8 +47,7 @@ def on_disk(path: Path, **more: Any) -> TiersConfig:
     return TiersConfig(host_bytes=2**22, disk=disk, object_tokens=OBJECT_TOKENS, write_share=1.0, **more)
 
 
-async def answers(served: Served) -> list[list[int]]:
-    return await asyncio.gather(*(served.generate(prompt, NEW_TOKENS, GREEDY) for prompt in PROMPTS))
+answers = asking(PROMPTS, NEW_TOKENS)
 
 
 async def written(served: Served) -> None:

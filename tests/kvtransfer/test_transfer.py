@@ -162,14 +162,6 @@ async def test_everything_waits_in_the_blocks_until_a_late_grant(transport: str)
         assert rank_pair.num_chunks == 1, "all layers in one"
 
 
-@EACH
-async def test_a_short_prompt_is_one_chunk_of_all_its_layers(transport: str) -> None:
-    source, target = BytesStore(30, 16), BytesStore(30, 16)
-    async with make_pair(transport, source=source, target=target) as pair:
-        source.fill(1)
-        assert await arrives(pair, range(8, 16), range(8), 32, 32) == 1
-
-
 async def test_a_pulled_prefix_has_no_first_token() -> None:
     async with make_pair() as pair:
         pair.source.fill(1)

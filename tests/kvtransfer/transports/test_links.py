@@ -289,13 +289,6 @@ def test_a_store_gets_all_transports_that_it_can_do_best_first() -> None:
     )
 
 
-def test_a_name_of_a_transport_is_its_key() -> None:
-    for choice in ("shm", "tcp", "torch_distributed"):
-        assert [
-            made.name for made in make_transports(TransferConfig(transport=choice), SharedBytesStore()).by_name.values()
-        ] == [choice]
-
-
 @pytest.mark.parametrize(
     ("choice", "store", "way_out"),
     [
