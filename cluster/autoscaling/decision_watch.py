@@ -51,7 +51,7 @@ class DecisionWatch:
         self._loop.call_soon_threadsafe(self._wake.set)
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop looking for decisions."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)

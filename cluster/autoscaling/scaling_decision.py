@@ -106,7 +106,7 @@ def role_target(
 
 
 def _blind(role: RoleSignals, needs: RoleNeeds, limits: RoleLimits) -> RoleTarget:
-    """Nobody knows what steps cost: one more while more wait than there are workers, none less while anything comes."""
+    """Decide without step costs: add a worker while more requests wait than workers run, drop none while any comes."""
     if needs.idle and role.target > limits.min:
         return RoleTarget(limits.min, Reason.IDLE)
     if role.queued_requests > role.running and role.running == role.target < limits.max:

@@ -38,7 +38,7 @@ def add_await_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_await(arguments: argparse.Namespace) -> int:
-    """Returns 0 once the application runs, 1 where it has failed to, or takes longer. Raises ConfigError."""
+    """Wait for the application; return 0 once it runs, 1 where it fails or takes too long. Raises ConfigError."""
     if not 0 < arguments.timeout <= MAX_WAIT_S:
         raise ConfigError(f"--timeout {arguments.timeout:g}: seconds, more than 0, up to {MAX_WAIT_S:g}")
     failure = await_application(lambda: _status(arguments.address, arguments.app), arguments.timeout)
@@ -49,7 +49,7 @@ def run_await(arguments: argparse.Namespace) -> int:
 def await_application(
     fetch: StatusFetch, patience_s: float, clock: Clock = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> str | None:
-    """None once the application runs; else why it does not, with what each deployment says."""
+    """Return None once the application runs, else the reason why it does not, with each deployment's message."""
     deadline = clock() + patience_s
     while True:
         application = fetch()
@@ -106,7 +106,10 @@ def add_drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
-    """Returns 0 once nothing is under way; the routers take nothing until they are replaced. Raises ConfigError."""
+    """Drain the routers, which then take nothing until they are replaced; return 0 once nothing is under way.
+
+    Raises ConfigError.
+    """
     for name in ("grace", "notice"):
         if not 0 <= getattr(arguments, name) <= MAX_WAIT_S:
             raise ConfigError(f"--{name} {getattr(arguments, name):g}: seconds, from 0 to {MAX_WAIT_S:g}")
@@ -158,7 +161,7 @@ def add_role_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_role(arguments: argparse.Namespace) -> int:
-    """Returns 0 once the worker has the role. Raises ConfigError where it can't be had."""
+    """Give workers a role; return 0 once they have it. Raises ConfigError where they can't have it."""
     url = arguments.url
     for worker in chosen(fetch_status(url)["workers"], arguments.worker):
         began = time.monotonic()

@@ -317,7 +317,7 @@ class StatusView:
         self.newest, self.newest_at, self.lost = status, clock(), None
 
     def shown(self, now: float) -> RenderableType:
-        """All of it."""
+        """Return the whole screen."""
         lines: list[RenderableType] = [Text(self.url, style="bold")]
         if self.lost is not None:
             lines.append(Text(f"{self.lost}; trying again", style="red"))

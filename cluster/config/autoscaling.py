@@ -87,7 +87,7 @@ def worker_counts(autoscaling: AutoscalingConfig, role: Role, replicas: int) -> 
 def check_counts(
     autoscaling: AutoscalingConfig, counts: Mapping[Role, WorkerCounts], gpus_each: Mapping[Role, float]
 ) -> None:
-    """Raises ValueError for numbers that contradict each other."""
+    """Check that the numbers of workers do not contradict each other. Raises ValueError."""
     for role, (least, first, most) in counts.items():
         if not least <= first <= most:
             raise ValueError(

@@ -257,7 +257,7 @@ def check_keys(config: ClusterConfig) -> ClusterConfig:
 
 
 def _check_transfer(config: TransferConfig) -> None:
-    """Raises ValueError for bounds that work on the wires of tests alone."""
+    """Check the bounds of KV transfer, of which tests use smaller ones. Raises ValueError."""
     for name, least in (("lease_s", 0.1), ("progress_s", 1), ("max_chunk_bytes", 4096)):
         value = getattr(config, name)
         if value is not None and value < least:
@@ -269,7 +269,7 @@ def _check_transfer(config: TransferConfig) -> None:
 
 
 def _check_signs_of_life(role: str, worker: TokenServerConfig, router: TokenChannelConfig) -> None:
-    """Raises ValueError where one side of a token channel takes the other for lost between two signs of life."""
+    """Check that neither side of a token channel takes the other for lost between two pings. Raises ValueError."""
     if router.silence_s < 2 * worker.stats_interval_s:
         raise ValueError(
             f"router.token_channel.silence_s: {router.silence_s:g} must be at least twice "

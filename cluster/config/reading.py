@@ -127,7 +127,7 @@ class _KeysOnce(yaml.SafeLoader):
     """YAML's plain types; of a key that is given twice, YAML itself would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ConfigError for a key that is given twice, with both lines."""
+        """Check that no key is given twice. Raises ConfigError with both lines."""
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

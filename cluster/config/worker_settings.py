@@ -32,7 +32,7 @@ class PeerShape(NamedTuple):
 
 
 def check_parts(config: ClusterConfig) -> None:
-    """Raises ConfigError where the roles' ranks share blocks in parts that can't be exchanged."""
+    """Check that both roles' ranks share blocks in parts that can be exchanged. Raises ConfigError."""
     if not config.has_prefill:
         return
     (block, other), (ranks, of_other) = (

@@ -37,7 +37,7 @@ def worker_metadata(info: WorkerInfo) -> dict[str, object]:
 
 
 def read_worker_metadata(metadata: dict[str, object]) -> WorkerInfo | None:
-    """The reverse; None for a worker of another version, whose calls and messages would be misread.
+    """Return the worker of a replica's metadata; None for one of another version, whose messages would be misread.
 
     Raises msgspec.ValidationError or KeyError for metadata of something that is no worker of ours.
     """

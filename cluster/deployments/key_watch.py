@@ -38,7 +38,7 @@ class KeyWatch:
             self._looking = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        """Stop."""
+        """Stop looking at the file."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -86,7 +86,7 @@ class KeyWatch:
 
 
 def _stamp(path: Path) -> object:
-    """Another one where the file was written or became readable, or another is in its place; None where there is none.
+    """Return a stamp that changes when the file is written, replaced or made readable; None where there is no file.
 
     The time of change, which no program can set, also tells of files that were written with the old file's times.
     """

@@ -149,7 +149,7 @@ class PrefillReplica(_WorkerReplica):
     _role = "prefill"
 
     async def __init__(self, settings: WorkerSettings, config: PrefillConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
-        """Returns once the worker can take requests."""
+        """Load the worker; return once it can take requests."""
         from twostroke.prefill_worker.policy import prefill_role
 
         await self._load(settings, secret)
@@ -162,7 +162,7 @@ class DecodeReplica(_WorkerReplica):
     _role = "decode"
 
     async def __init__(self, settings: WorkerSettings, config: DecodeConfig, secret: bytes):  # type: ignore[misc]  # Serve awaits it
-        """Returns once the worker can take requests."""
+        """Load the worker; return once it can take requests."""
         from twostroke.decode_worker.policy import decode_role
 
         await self._load(settings, secret)

@@ -213,7 +213,7 @@ def portable_arguments(config: ClusterConfig, settings: dict[str, Any]) -> dict[
 
 
 def _deploy_as_config(arguments: dict[str, Any]) -> None:
-    """Returns once the application runs. Raises RuntimeError where it does not, with what Serve says of it."""
+    """Deploy the application; return once it runs. Raises RuntimeError with Serve's message where it does not."""
     from ray import serve
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ApplicationStatus, ServeApplicationSchema, ServeDeploySchema

@@ -64,7 +64,7 @@ SERVE_PROCESSES = 4  # controller, proxies, Ray's own
 
 
 def check_port(host: str, port: int) -> None:
-    """Somebody else must not be listening there, and `host` must be an address of this machine."""
+    """Check that the port is free and `host` an address of this machine. Raises ConfigError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -334,7 +334,7 @@ def _await_ready(url: str) -> None:
 
 
 def check_is_anywhere(config: ClusterConfig) -> None:
-    """Raises ConfigError where workers or routers are to run on nodes of a Ray cluster, which this is not."""
+    """Check that no worker or router has to run on some node of a Ray cluster. Raises ConfigError."""
     placements: list[tuple[str, Placement]] = [*config.roles.items(), ("router", config.router)]
     for name, placement in placements:
         if not placement.is_anywhere:

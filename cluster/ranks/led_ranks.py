@@ -98,7 +98,7 @@ class LedRanks:
         self.place = RankPlace(0, rendezvous.address, host)
         """Place of rank 0 in the group."""
         self.own = RankProcesses()
-        """Those of rank 0's stage, and of all where no others start them."""
+        """Processes of rank 0's stage, and of all stages where no others start them."""
         self._rendezvous: Rendezvous | None = rendezvous
         self._stages: list[StageRanks] = []
         self._watches: list[asyncio.Task[None]] = []

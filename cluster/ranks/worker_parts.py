@@ -369,7 +369,7 @@ def make_vocabulary(settings: WorkerSettings, size: int) -> "Vocabulary":
 
 
 def check_step_size(settings: WorkerSettings, max_context: int, blocks_of_one: int, host_blocks: int) -> None:
-    """Raises ConfigError where a step might be too long to tell the ranks in one message.
+    """Check that one message can tell the ranks the longest step. Raises ConfigError.
 
     `max_context` in tokens; `blocks_of_one` is how long a block table can get.
     """

@@ -68,7 +68,7 @@ class PoolDescription(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 def send_description(connected: socket.socket, description: PoolDescription) -> None:
-    """Raises OSError, or ValueError where the peer would refuse it."""
+    """Send a description to the peer. Raises OSError, or ValueError where the peer would refuse it."""
     described = msgspec.msgpack.encode(description)
     num_units = description.num_blocks * (description.layout.rank_tokens // description.unit_tokens)
     if num_units > MAX_UNIT_ID or len(described) > MAX_DESCRIPTION_BYTES:
@@ -248,6 +248,6 @@ class LocalTransport(SocketTransport[LocalEnd]):
     def _target_memory(self, shard: KVShard) -> TargetMemory: ...
 
     def _check(self, shard: KVShard) -> None:
-        """Raises ConnectionLost for KV that this transport can't move."""
+        """Check that this transport can move the rank pair's KV. Raises ConnectionLost."""
         if shard.encoding != "raw":
             raise ConnectionLost(f"{self.name} moves KV as it is stored, not encoded as {shard.encoding}")

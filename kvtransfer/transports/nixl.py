@@ -124,7 +124,7 @@ class NixlTransport(SocketTransport["NixlEnd"]):
         self._max_chunk_bytes = max_chunk_bytes or MAX_CHUNK_BYTES
 
     async def prepare(self, host: str, shard: KVShard) -> "LinkListener[NixlTarget]":
-        """Raises ConnectionLost where `host` is not an address of this machine."""
+        """Listen on `host`. Raises ConnectionLost where it is not an address of this machine."""
         listener = await listen_on(host)
         token = secrets.token_bytes(TOKEN_BYTES)
         port = listener.getsockname()[1]

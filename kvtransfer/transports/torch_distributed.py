@@ -316,7 +316,7 @@ class GroupLink:
     # --- the end ---
 
     async def close(self) -> None:
-        """Nothing touches the store when this returns; a hanging call ends later, see `ended`."""
+        """End the link; when this returns nothing touches the store. A hanging call ends later, see `ended`."""
         self.shut_store()
         if self._closing is None:
             self._closing = asyncio.wrap_future(self._dropped)
