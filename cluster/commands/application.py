@@ -7,16 +7,13 @@ with Ray's token in the environment. `drain WORKER` and `role WORKER ROLE` ask t
 
 import argparse
 import asyncio
-import json
 import socket
 import time
-import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from http.client import HTTPException
 from typing import Any
 
-from twostroke.cluster.local.asking import ask, fetch_status, no_answer
+from twostroke.cluster.local.asking import answered, fetch_status
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import STEP_ROLES
@@ -241,15 +238,5 @@ def chosen(rows: Rows, name: str) -> Rows:
 
 def order(url: str, worker_id: str, body: Mapping[str, Any], api_key: str | None = None) -> None:
     """Send an order to a worker. Raises ConfigError with the server's reason where it refuses."""
-    try:
-        with ask(url, f"workers/{worker_id}", timeout_s=ANSWER_S, api_key=api_key, body=body):
-            return
-    except urllib.error.HTTPError as error:
-        with error:
-            try:
-                reason = json.load(error)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                reason = no_answer(url, error)
-        raise ConfigError(reason) from error
-    except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError(no_answer(url, error)) from error
+    with answered(url, f"workers/{worker_id}", timeout_s=ANSWER_S, api_key=api_key, body=body):
+        return

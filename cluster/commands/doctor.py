@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from http.client import HTTPException
 from typing import Any
 
 from rich import box
@@ -14,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twostroke.cluster.commands.status import table_console
-from twostroke.cluster.local.asking import ask, no_answer
-from twostroke.protocol.errors import ConfigError
+from twostroke.cluster.local.asking import answered
 
 SILENCE_S = 60.0  # between two lines of the server; one pair takes 30 s at most
 
@@ -61,14 +57,7 @@ def fetch_report(url: str) -> Iterator[dict[str, Any]]:
 
     Raises ConfigError where no server of ours answers, or it refuses.
     """
-    try:
-        answer = ask(url, "doctor", timeout_s=SILENCE_S)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise ConfigError(f"{url}/doctor: {_refusal(error)}") from error
-    except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError(no_answer(url, error)) from error
-    with answer:
+    with answered(url, "doctor", timeout_s=SILENCE_S) as answer:
         try:
             for line in answer:
                 yield json.loads(line)
@@ -133,11 +122,3 @@ def summary(pairs: list[dict[str, Any]], *, has_all_workers: bool) -> str:
     if num_lacking:
         return f"All pairs work; {num_lacking} of {len(pairs)} could use a better transport."
     return "All pairs use the best transport there is."
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    """Return the message of OpenAI's error object, or the status."""
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"the server answers with status {error.code}"

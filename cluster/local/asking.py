@@ -4,7 +4,8 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -46,18 +47,38 @@ def ask(
     return answer
 
 
+@contextmanager
+def answered(
+    url: str, path: str, *, timeout_s: float, api_key: str | None = None, body: Mapping[str, Any] | None = None
+) -> Iterator[HTTPResponse]:
+    """Give the answer that `ask` brings. Raises ConfigError, with the server's reason where it refuses."""
+    try:
+        with ask(url, path, timeout_s=timeout_s, api_key=api_key, body=body) as answer:
+            yield answer
+    except (OSError, HTTPException, ValueError) as error:
+        raise ConfigError(_refusal(error) or _no_answer(url, error)) from error
+
+
 def fetch_status(url: str, api_key: str | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
     """Return the answer of GET /status. Raises ConfigError where no server of ours answers."""
-    try:
-        with ask(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
-            status: dict[str, Any] = json.load(answer)
-            return status
-    except (OSError, HTTPException, ValueError) as error:
-        raise ConfigError(no_answer(url, error)) from error
+    with answered(url, "status", timeout_s=timeout_s, api_key=api_key) as answer:
+        status: dict[str, Any] = json.load(answer)
+    return status
 
 
-def no_answer(url: str, error: Exception) -> str:
-    """One line for people, without the library's own wrapping."""
+def _refusal(error: Exception) -> str | None:
+    """Return the message of OpenAI's error object; None where there is none, or an API key is missing or wrong."""
+    if not isinstance(error, urllib.error.HTTPError) or error.code in (401, 403):
+        return None
+    with error:
+        try:
+            return str(json.load(error)["error"]["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _no_answer(url: str, error: Exception) -> str:
+    """Return one line for people, without the library's own wrapping."""
     reason = error.reason if isinstance(error, urllib.error.URLError) else error
     text = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
     if isinstance(error, urllib.error.HTTPError):

@@ -105,11 +105,11 @@ def test_a_missing_worker_is_told_and_fails_the_command(
     ("body", "told"),
     [
         (b'{"error": {"message": "the links are being examined already"}}', "the links are being examined already"),
-        (b"<html>", "the server answers with status 409"),
-        (b"[]", "the server answers with status 409"),
+        (b"<html>", "no Twostroke server answers at {url}: status 409"),
+        (b"[]", "no Twostroke server answers at {url}: status 409"),
     ],
 )
 def test_a_refusal_is_told_in_one_line(capsys: pytest.CaptureFixture[str], body: bytes, told: str) -> None:
     with answering({"/doctor": body}, status=409) as url:
         assert main(["doctor", "--url", url]) == 2
-    assert one_line(capsys) == f"twostroke: {url}/doctor: {told}"
+    assert one_line(capsys) == f"twostroke: {told.format(url=url)}"
