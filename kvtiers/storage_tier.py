@@ -138,7 +138,7 @@ class StorageTier:
     """
 
     name: str  # in metrics: `disk` or `shared`
-    blobs: BlobStore
+    store: Callable[[], BlobStore]  # waits for the storage, on threads
     layout: KVLayout  # of one rank
     reads: Calls
     writes: Calls
@@ -289,7 +289,7 @@ class StorageTier:
     async def look(self) -> None:
         """Warn where the storage can't be listed: a wrong bucket looks like one that has nothing."""
         try:
-            await self.reads.run(lambda: next(iter(self.blobs.list()), None))
+            await self.reads.run(lambda: next(iter(self.store().list()), None))
         except Exception as error:
             self.count("errors")
             _log.warning("the %s tier can't be listed: %s", self.name, error)
@@ -307,7 +307,7 @@ class StorageTier:
         if index is None:
             return
         prefix, known = model_prefix(identity), index.object_names()
-        found = await self.reads.run(lambda: {name_in(one.key): one.key for one in self.blobs.list(prefix)})
+        found = await self.reads.run(lambda: {name_in(one.key): one.key for one in self.store().list(prefix)})
         for name in known:
             if name not in found:
                 index.discard(name)
@@ -331,7 +331,7 @@ class StorageTier:
         """Return the groups that were read, and the seconds until the object was open."""
         began = self.clock()
         try:
-            with open_object(self.blobs, ref.key, self.layout, self.cipher()) as stored:
+            with open_object(self.store(), ref.key, self.layout, self.cipher()) as stored:
                 opened_s = self.clock() - began
                 if stored.header.rows != ref.rows:
                     raise ObjectDamaged("its rows are not those of the prefix")
@@ -355,7 +355,7 @@ class StorageTier:
         num_damaged = num_unreadable = 0
         for key in keys:
             try:
-                with open_listed_object(self.blobs, key, self.cipher(), self.layout) as stored:
+                with open_listed_object(self.store(), key, self.cipher(), self.layout) as stored:
                     if num_rows not in (None, stored.header.num_rows):
                         raise ObjectDamaged(f"it has {stored.header.num_rows} rows, not {num_rows}")
                     if stored.header.identity == identity:
@@ -378,7 +378,7 @@ class StorageTier:
     def _put_aside(self, key: str) -> None:
         """Quarantine a damaged object. Where the storage does not let us, it is forgotten all the same."""
         try:
-            self.blobs.quarantine(key)
+            self.store().quarantine(key)
         except OSError as error:
             _log.warning("%s can't be put aside: %s", key, error)
 
@@ -387,12 +387,12 @@ class StorageTier:
         began = self.cpu_clock()
         if self.index is None and self._is_there(ref):
             return self.cpu_clock() - began
-        write_object(self.blobs, ref.key, self.layout, ref.rows, sections, self.cipher())
+        write_object(self.store(), ref.key, self.layout, ref.rows, sections, self.cipher())
         return self.cpu_clock() - began
 
     def _is_there(self, ref: ObjectRef) -> bool:
         try:
-            with open_object(self.blobs, ref.key, self.layout, self.cipher()):
+            with open_object(self.store(), ref.key, self.layout, self.cipher()):
                 return True
         except (BlobMissing, ObjectDamaged):
             return False

@@ -99,5 +99,5 @@ class SimStorage:
         self.calls.setdefault(storage, []).extend((reads, writes))
         index = TierIndex() if name == "disk" else None
         return StorageTier(
-            name, blobs, layout, reads, writes, clock, index=index, evicted=evicted, cpu_clock=lambda: 0.0
+            name, lambda: blobs, layout, reads, writes, clock, index=index, evicted=evicted, cpu_clock=lambda: 0.0
         )

@@ -122,26 +122,25 @@ def make_storage_tiers(config: TiersConfig, layout: "KVLayout") -> "list[Storage
     """
     from twostroke.kvtiers.storage.bucket import BucketBlobs
     from twostroke.kvtiers.storage.quota import QuotaBlobs
-    from twostroke.kvtiers.storage.threads import BlockingCalls, OpeningBlobs, on_thread
+    from twostroke.kvtiers.storage.threads import BlockingCalls, OpeningStore, on_thread
     from twostroke.kvtiers.storage_tier import StorageTier
     from twostroke.kvtiers.tier_index import TierIndex
 
     cipher = on_thread("read-key", lambda: _cipher(config))
-    opening: list[OpeningBlobs[Any]] = []
+    opening: list[OpeningStore[Any]] = []
 
-    def opened(name: str, store: Callable[[], StoreT]) -> OpeningBlobs[StoreT]:
+    def opened(name: str, store: Callable[[], StoreT]) -> OpeningStore[StoreT]:
         def open_with_key() -> StoreT:
             cipher.result()
             return store()
 
-        blobs = OpeningBlobs(name, on_thread(f"open-{name}", open_with_key))
-        opening.append(blobs)
-        return blobs
+        opening.append(one := OpeningStore(name, on_thread(f"open-{name}", open_with_key)))
+        return one
 
-    def tier(name: str, blobs: OpeningBlobs[Any], **more: Any) -> StorageTier:
+    def tier(name: str, one: OpeningStore[Any], **more: Any) -> StorageTier:
         reads, writes = BlockingCalls(f"read-{name}", READ_THREADS), BlockingCalls(f"write-{name}", 1)
-        more["is_open"] = lambda: blobs.opened is not None
-        return StorageTier(name, blobs, layout, reads, writes, time.monotonic, cipher.result, **more)
+        more["is_open"] = lambda: one.opened is not None
+        return StorageTier(name, one.store, layout, reads, writes, time.monotonic, cipher.result, **more)
 
     tiers: list[StorageTier] = []
     if config.disk.path is not None:

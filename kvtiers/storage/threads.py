@@ -10,12 +10,11 @@ import errno
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from twostroke.kvtiers.storage.blobs import BlobInfo, BlobReader, BlobStore
+from twostroke.kvtiers.storage.blobs import BlobStore
 
 _log = logging.getLogger(__name__)
 
@@ -92,8 +91,8 @@ class BlockingCalls:
             job()
 
 
-class OpeningBlobs(Generic[StoreT]):
-    """A BlobStore over one that is being opened on a thread. Calls wait until it is, on their own threads."""
+class OpeningStore(Generic[StoreT]):
+    """A store that is being opened on a thread."""
 
     def __init__(self, name: str, opening: "Future[StoreT]"):
         """`name` is the tier's, in logs."""
@@ -105,8 +104,8 @@ class OpeningBlobs(Generic[StoreT]):
         """The store; None before it is open, and where it could not be opened."""
         return self._opening.result() if self._opening.done() and self._opening.exception() is None else None
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the store, at most so long. Returns whether it is open; raises what opening it raised."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the store, at most so long, and warn where it is not open then. Raises what opening it raised."""
         try:
             self._opening.result(timeout_s)
         except TimeoutError:
@@ -116,8 +115,6 @@ class OpeningBlobs(Generic[StoreT]):
                 "the %s tier waits for its storage or key, which does not answer; the worker starts without", self._name
             )
             self._opening.add_done_callback(self._answered)
-            return False
-        return True
 
     def _answered(self, opening: "Future[StoreT]") -> None:
         if (error := opening.exception()) is None:
@@ -125,28 +122,9 @@ class OpeningBlobs(Generic[StoreT]):
         else:
             _log.error("the %s tier stays out until the worker starts again: %s", self._name, error)
 
-    def _store(self) -> StoreT:
+    def store(self) -> StoreT:
+        """Wait until the store is open, and return it. Blocks; raises OSError where it could not be opened."""
         try:
             return self._opening.result()
         except Exception as error:
             raise OSError(errno.EIO, f"the storage could not be opened: {error}") from error
-
-    def open(self, key: str) -> AbstractContextManager[BlobReader]:
-        """Implement BlobStore.open."""
-        return self._store().open(key)
-
-    def write(self, key: str, parts: Sequence[memoryview]) -> None:
-        """Implement BlobStore.write."""
-        self._store().write(key, parts)
-
-    def delete(self, key: str) -> None:
-        """Implement BlobStore.delete."""
-        self._store().delete(key)
-
-    def quarantine(self, key: str) -> None:
-        """Implement BlobStore.quarantine."""
-        self._store().quarantine(key)
-
-    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
-        """Implement BlobStore.list."""
-        return self._store().list(prefix)

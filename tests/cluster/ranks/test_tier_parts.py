@@ -14,7 +14,7 @@ from twostroke.cluster.ranks.worker_parts import make_storage_tiers
 from twostroke.kvtiers.config import TiersConfig
 from twostroke.kvtiers.objects import ObjectCipher
 from twostroke.kvtiers.storage.files import FileBlobs
-from twostroke.kvtiers.storage.threads import OpeningBlobs, on_thread
+from twostroke.kvtiers.storage.threads import on_thread
 from twostroke.protocol.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def test_tiers_are_looked_up_from_the_disk_on(tmp_path: Path) -> None:
 
 def test_the_directories_are_made_for_the_worker_alone(tmp_path: Path) -> None:
     for tier in make_storage_tiers(tiers_in(tmp_path), PLAIN):
-        sample(PLAIN).write(tier.blobs)
+        sample(PLAIN).write(tier.store())
         assert (tmp_path / tier.name).stat().st_mode & 0o777 == 0o700
     assert len(list(tmp_path.rglob("*.kv"))) == 2
     make_storage_tiers(tiers_in(tmp_path), PLAIN)  # once more, as after a restart
@@ -64,7 +64,7 @@ def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = sample(PLAIN)
-    one.write(make_storage_tiers(tiers_in(tmp_path), PLAIN)[0].blobs)
+    one.write(make_storage_tiers(tiers_in(tmp_path), PLAIN)[0].store())
     hanging = HangingDisk(monkeypatch)
     with caplog.at_level(logging.INFO):
         tiers = make_storage_tiers(tiers_in(tmp_path), PLAIN)
@@ -83,8 +83,7 @@ def test_a_disk_that_hangs_at_start_delays_its_tier_alone_and_joins_when_it_answ
     with caplog.at_level(logging.INFO):
         asyncio.run(scan())
         for tier in tiers:
-            assert isinstance(tier.blobs, OpeningBlobs)
-            assert tier.blobs.wait(60.0)
+            tier.store()
     assert disk.holds(one.key.name)
     assert [(tier.is_resting, tier.takes_writes) for tier in tiers] == [(False, True)] * 2
     assert disk.stats().num_bytes > 0
@@ -108,8 +107,7 @@ def test_a_key_that_hangs_at_start_delays_all_storage_until_it_is_read(
     finally:
         key.write_bytes(bytes(32))
     for tier in tiers:
-        assert isinstance(tier.blobs, OpeningBlobs)
-        assert tier.blobs.wait(60.0)
+        tier.store()
         assert (tier.stats().is_open, tier.takes_writes) == (True, True)
         cipher = tier.cipher()
         assert cipher is not None
@@ -125,7 +123,7 @@ def test_a_directory_that_answers_late_with_a_refusal_stays_out(
     (tmp_path / "disk" / "twostroke-kv").mkdir(mode=0o755)
     hanging.answers.set()
     with pytest.raises(OSError, match=r"could not be opened: kv_cache\.tiers\.disk\.path: .* others could read KV"):
-        list(disk.blobs.list())
+        disk.store()
     assert (disk.is_resting, disk.takes_writes) == (True, False)
     for tier in (disk, shared):
         tier.close()

@@ -88,7 +88,7 @@ def of_two_thousand_million_layers(layout: KVLayout) -> tuple[ObjectKey, bytes]:
 
 async def scanned(blobs: MemoryBlobs, one: Sample) -> StorageTier:
     calls = BlockingCalls("calls", 1)
-    tier = StorageTier("disk", blobs, one.layout, calls, calls, time.monotonic, index=TierIndex())
+    tier = StorageTier("disk", lambda: blobs, one.layout, calls, calls, time.monotonic, index=TierIndex())
     await tier.scan(one.key.identity)
     calls.close()
     return tier

@@ -104,7 +104,7 @@ def play(
         def tier(calls: VirtualCalls) -> StorageTier:
             index = TierIndex() if has_index else None
             writes = VirtualCalls(1, lambda: CALL_S)
-            return StorageTier("disk", blobs, layout, calls, writes, clock, lambda: cipher, index)
+            return StorageTier("disk", lambda: blobs, layout, calls, writes, clock, lambda: cipher, index)
 
         calls = VirtualCalls(THREADS, lambda: CALL_S)
         await script(Scene(blobs, tier(calls), tier(VirtualCalls(THREADS, lambda: CALL_S)), calls))

@@ -243,7 +243,7 @@ def play(
             def tier(name: str, storage: Storage, index: TierIndex | None) -> StorageTier:
                 return StorageTier(
                     name,
-                    storage.blobs,
+                    lambda: storage.blobs,
                     layout,
                     storage.reads,
                     storage.writes,
