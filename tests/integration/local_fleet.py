@@ -32,6 +32,7 @@ from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
 from twostroke.router.request_state import ChoiceJob, RequestState
 from twostroke.router.token_channels import TokenChannels
 from twostroke.worker.role import Policies
+from twostroke.worker.token_server import TokenServerConfig
 from twostroke.worker.worker import Worker
 
 SECRET = b"a secret of these tests"
@@ -72,6 +73,7 @@ class Shape:
     router_wait_s: float = 30.0
     swap_bytes: int = 0
     decode: Mapping[str, Any] = field(default_factory=dict)  # more of DecodeConfig
+    token_channel: Mapping[str, Any] = field(default_factory=dict)  # of TokenServerConfig
     pull_wait_s: float = 30.0  # an offer comes, however busy this machine is
     pipeline: PipelineConfig = field(default_factory=lambda: PipelineConfig(pulls=False, **ONLY_PAIRS))
     transfers: TransferConfig = field(default_factory=TransferConfig)
@@ -293,12 +295,17 @@ async def _add_worker(
     parts = await load_parts(settings, peer, network, SECRET, host=HOST)
     stack.push_async_callback(parts.close)
     if role == "prefill":
-        config = PrefillConfig(max_step_tokens=shape.prefill_step_tokens, pull_wait_s=shape.pull_wait_s)
+        config = PrefillConfig(
+            max_step_tokens=shape.prefill_step_tokens,
+            pull_wait_s=shape.pull_wait_s,
+            token_channel=TokenServerConfig(**shape.token_channel),
+        )
         worker_role = prefill_role(config)
     else:
         decode_config = DecodeConfig(
             max_step_tokens=shape.decode_step_tokens,
             router_wait_s=shape.router_wait_s,
+            token_channel=TokenServerConfig(**shape.token_channel),
             **{"max_batch": min(256, shape.decode_step_tokens), **shape.decode},
         )
         worker_role = decode_role(decode_config)
