@@ -149,3 +149,12 @@ def public_error(error: TwostrokeError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     return RequestError("the server lost the workers of this request; try again", code="worker_lost", status=503)
+
+
+def is_unicode(text: str) -> bool:
+    """True where the text can be encoded: Python reads the half of a surrogate pair that JSON escapes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -22,11 +22,20 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from twostroke.protocol import blocked_requests, kv_layout, requests, stats
-from twostroke.protocol.blocked_requests import MAX_IN_MESSAGE, BlockedRequest
+from twostroke.protocol import kv_layout, requests, stats
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import Encoding, KVLayout
-from twostroke.protocol.requests import NO_REQUEST, Address, LogContext, Peer, SampledToken, Ticket, TokenEvent
+from twostroke.protocol.requests import (
+    MAX_IN_MESSAGE,
+    NO_REQUEST,
+    Address,
+    BlockedRequest,
+    LogContext,
+    Peer,
+    SampledToken,
+    Ticket,
+    TokenEvent,
+)
 from twostroke.protocol.stats import StepRole, TransferStats, WorkerStats
 
 
@@ -483,5 +492,5 @@ def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-PROTOCOL = fingerprint(structs_of(sys.modules[__name__], blocked_requests, kv_layout, requests, stats))
+PROTOCOL = fingerprint(structs_of(sys.modules[__name__], kv_layout, requests, stats))
 """The version of all that travels between processes: they understand each other where it is the same."""

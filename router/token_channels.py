@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 
-from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import (
     ConnectionLost,
@@ -40,7 +39,7 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import Connection, Network
-from twostroke.protocol.requests import Peer, SampledToken, TokenEvent
+from twostroke.protocol.requests import BlockedRequest, BlockedRequests, Peer, SampledToken, TokenEvent
 from twostroke.protocol.settings import Interval, Section
 from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 

@@ -24,7 +24,6 @@ from typing import Annotated, Generic, TypeVar
 from annotated_types import Ge, Le
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from twostroke.protocol.blocked_requests import LONGEST_S, BlockedRequest, BlockedRequests, fingerprint_of
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import (
     RequestError,
@@ -34,7 +33,14 @@ from twostroke.protocol.errors import (
     WorkerLeaving,
     WorkerLost,
 )
-from twostroke.protocol.requests import GenerateRequest, Peer
+from twostroke.protocol.requests import (
+    LONGEST_S,
+    BlockedRequest,
+    BlockedRequests,
+    GenerateRequest,
+    Peer,
+    fingerprint_of,
+)
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import ROLES
 from twostroke.router.fleet import Fleet, Path

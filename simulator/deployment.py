@@ -27,9 +27,8 @@ from twostroke.simulator.memory_transport import LinkFabric
 from twostroke.simulator.sim_fleet import FleetPlan, SimFleet, SimProcess
 from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
-from twostroke.worker.config import QueuePolicy
+from twostroke.worker.config import QueuePolicy, SpeculationConfig
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile
-from twostroke.worker.speculation.config import SpeculationConfig
 from twostroke.worker.step_costs import StepContent
 
 ANSWER = 7

@@ -33,9 +33,9 @@ from twostroke.protocol.requests import (
     TokenEvent,
     about,
 )
+from twostroke.worker.forced_text import ForcedText
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.scheduler import NewTokens
-from twostroke.worker.speculation.forced_text import ForcedText
 
 MAX_CHUNKS = 64
 """Chunks whose ends a reply has; people look at them, so further ones don't matter."""

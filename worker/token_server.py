@@ -13,7 +13,6 @@ from typing import Annotated
 from annotated_types import Ge
 from pydantic import model_validator
 
-from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.blocks import BlockReports, NamedBlocks
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
@@ -37,7 +36,7 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import Connection, Listener, Network
-from twostroke.protocol.requests import Address, Peer, TokenEvent
+from twostroke.protocol.requests import Address, BlockedRequest, BlockedRequests, Peer, TokenEvent
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import WorkerStats
 

@@ -64,7 +64,7 @@ from twostroke.worker.link_probe import LinkProbe
 from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.scheduler import Admitted, HostBlocks, NewTokens, ScheduledStep, Scheduler, Swapping
-from twostroke.worker.speculation.speculator import speculator_of
+from twostroke.worker.speculator import speculator_of
 from twostroke.worker.step_costs import StepCostFit
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
 from twostroke.worker.tier_transfers import TierTransfers

@@ -13,7 +13,7 @@ from twostroke.protocol.stats import MIN_STRETCH, QueuedWork, StepCosts, Transfe
 from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
 from twostroke.worker.scheduling.scheduler import HostBlocks, Scheduler, Swapping
 from twostroke.worker.scheduling.step_policy import PromisedBatch
-from twostroke.worker.speculation.speculator import Speculator
+from twostroke.worker.speculator import Speculator
 from twostroke.worker.step_costs import StepContent
 
 

@@ -115,7 +115,7 @@ delayed by no more, either, or the delay is taken for time that has passed."""
 
 @dataclass(frozen=True)
 class RouterSample:
-    """One router's numbers (`router/slo/demand.py`), which have no moment in them: clocks differ, and are set."""
+    """One router's numbers (`router/slo/classes.py`), which have no moment in them: clocks differ, and are set."""
 
     uptime_s: float  # since the router began, by its own monotonic clock
     numbers: Mapping[str, float]

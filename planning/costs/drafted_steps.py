@@ -9,7 +9,7 @@ with a draft, an answer takes (1 - a) + a / (1 + e) steps for each of its tokens
 Transformers via Speculative Decoding, ICML 2023, where a is 1). The second summand's part of both is the part of the
 steps that have a draft.
 
-**A batch** drafts as `worker/speculation/speculator.py` decides: as many tokens as bring the most tokens per second,
+**A batch** drafts as `worker/speculator.py` decides: as many tokens as bring the most tokens per second,
 where that is worth the wait for the step before, within the room that a step has and the promised time per token. A
 mean stands for what differs from step to step and from request to request.
 """
@@ -19,11 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from twostroke.simulator.deployment import STRETCH
+from twostroke.worker.config import SpeculationConfig
 from twostroke.worker.profile import WorkerProfile
 from twostroke.worker.scheduling.scheduler import DRAFTS_BESIDE_PROMPTS
-from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.speculator import GAP_S, SEARCH_S
-from twostroke.worker.speculation.suffix_match import MIN_MATCH
+from twostroke.worker.speculator import GAP_S, MIN_MATCH, SEARCH_S
 
 MAX_DRAFTED = SpeculationConfig().num_speculative_tokens
 PREDICTED = STRETCH - MIN_MATCH - 2

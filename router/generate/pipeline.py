@@ -20,12 +20,11 @@ from typing import assert_never
 
 import msgspec
 
-from twostroke.protocol.blocked_requests import BlockedRequests
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed, WorkerLost, loggable
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.network import Network
-from twostroke.protocol.requests import GenerateRequest, Peer, TokenEvent, about, left_of
+from twostroke.protocol.requests import BlockedRequests, GenerateRequest, Peer, TokenEvent, about, left_of
 from twostroke.router.fleet import Fleet, NoPath, Path, PathKind
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, ScoreAttempt, out_of_time
 from twostroke.router.generate.config import PipelineConfig

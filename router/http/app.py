@@ -31,11 +31,14 @@ from twostroke.router.http.middleware import (
     Origins,
     RequestIds,
     admins_only,
+    error_response,
+    is_anthropic,
     monitors_only,
+    streamed,
     tenant_of,
+    until_disconnect,
 )
 from twostroke.router.http.page import feed, page
-from twostroke.router.http.responses import error_response, is_anthropic, streamed, until_disconnect
 from twostroke.router.http.service import RouterService
 from twostroke.router.http.worker_orders import WorkerOrder, carry_out
 from twostroke.router.observe.request_log import CLIENT_GONE, RequestLogging, request_log

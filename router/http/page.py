@@ -12,8 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from twostroke.router.http.middleware import BoundedRoute, tenant_of
-from twostroke.router.http.responses import streamed
+from twostroke.router.http.middleware import BoundedRoute, streamed, tenant_of
 from twostroke.router.http.service import RouterService
 
 FOLDER = Path(__file__).resolve().parent.parent / "page"

@@ -41,8 +41,7 @@ from twostroke.router.openai.jobs import JobMaker
 from twostroke.router.openai.schemas import ModelRequest, UnknownFields
 from twostroke.router.routing.role_changes import role_changes
 from twostroke.router.slo.admission import Admission, Gate
-from twostroke.router.slo.classes import SLOConfig
-from twostroke.router.slo.demand import Demand, fleet_numbers
+from twostroke.router.slo.classes import Demand, SLOConfig, fleet_numbers
 from twostroke.router.text.generation_config import SamplingDefaults
 from twostroke.router.text.tokenizer import TextTokenizer
 from twostroke.router.token_channels import TokenChannels
@@ -284,7 +283,7 @@ class RouterService:
         return scaling_status(scaling, running, self.wall_clock())
 
     def demand(self) -> dict[str, float]:
-        """Return the demand on the server and the load of its workers (router/slo/demand.py)."""
+        """Return the demand on the server and the load of its workers (router/slo/classes.py)."""
         own = {"uptime_s": self.clock() - self._began_s, **self._demand.numbers()}
         return own | fleet_numbers(self._worker_numbers())
 

@@ -35,8 +35,7 @@ from twostroke.router.openai.schemas import MAX_CHOICES, GenerationFields
 from twostroke.router.openai.scoring import ShownToken, echoed, prompt_logprobs
 from twostroke.router.request_state import ChatParsing, ChoiceJob, PromptScored, PromptToScore, RequestState
 from twostroke.router.slo.admission import Admission, Overloaded
-from twostroke.router.slo.classes import SLOVerdict, verdict_of
-from twostroke.router.slo.demand import Demand
+from twostroke.router.slo.classes import Demand, SLOVerdict, verdict_of
 from twostroke.router.text.prediction import PredictedTokens
 from twostroke.router.text.response_parser import Parsed
 from twostroke.router.text.tokenizer import StopStrings, TextTokenizer, new_detokenizer

@@ -13,6 +13,7 @@ import msgspec
 from twostroke.protocol.errors import ContextExceeded, RequestError
 from twostroke.protocol.grammars import Grammars
 from twostroke.protocol.requests import GenerateRequest, Promise, SamplingParams, ScoringParams
+from twostroke.router.openai.fields import Tool, grammar_of
 from twostroke.router.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -21,11 +22,9 @@ from twostroke.router.openai.schemas import (
     TextFields,
     TokenizeRequest,
 )
-from twostroke.router.openai.tools import Tool, grammar_of
 from twostroke.router.request_state import ChatParsing, ChoiceJob, PromptToScore
-from twostroke.router.text.call_grammar import AnswerGrammar, CallableFunction
 from twostroke.router.text.generation_config import SamplingDefaults
-from twostroke.router.text.grammar import GrammarChecks
+from twostroke.router.text.grammar import AnswerGrammar, CallableFunction, GrammarChecks
 from twostroke.router.text.output_format import CallSyntax, OutputFormat
 from twostroke.router.text.tokenizer import OFF_LOOP_CHARS, TextTokenizer
 

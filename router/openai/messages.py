@@ -15,7 +15,16 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import ContextExceeded, TwostrokeError, public_error
 from twostroke.router.openai.answers import ChoiceDelta, StreamWriter, Usage, encode_json, named_event
-from twostroke.router.openai.fields import CacheMark, ShortText, StrictModel, Text, longest_ttl, only, type_tag
+from twostroke.router.openai.fields import (
+    CacheMark,
+    FunctionName,
+    ShortText,
+    StrictModel,
+    Text,
+    longest_ttl,
+    only,
+    type_tag,
+)
 from twostroke.router.openai.schemas import (
     MAX_MESSAGES,
     TEXT_ALONE,
@@ -25,7 +34,6 @@ from twostroke.router.openai.schemas import (
     SamplingFields,
     StopStrings,
 )
-from twostroke.router.openai.tools import FunctionName
 from twostroke.router.request_state import ChoiceJob
 from twostroke.router.text.tokenizer import TextTokenizer
 

@@ -30,7 +30,17 @@ from twostroke.router.openai.answers import (
     obfuscated,
     token_logprobs,
 )
-from twostroke.router.openai.fields import PromptCacheFields, ShortText, StrictModel, Text, only, refusal, type_tag
+from twostroke.router.openai.fields import (
+    MAX_NAME,
+    FunctionName,
+    PromptCacheFields,
+    ShortText,
+    StrictModel,
+    Text,
+    only,
+    refusal,
+    type_tag,
+)
 from twostroke.router.openai.schemas import (
     MAX_LOGPROBS,
     TEXT_ALONE,
@@ -40,7 +50,6 @@ from twostroke.router.openai.schemas import (
     Stop,
     StreamOptions,
 )
-from twostroke.router.openai.tools import MAX_NAME, FunctionName
 from twostroke.router.request_state import ChoiceJob
 from twostroke.router.text.tokenizer import TextTokenizer
 

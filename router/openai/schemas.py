@@ -16,18 +16,22 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, Vali
 
 from twostroke.protocol.errors import RequestError
 from twostroke.router.openai.fields import (
+    CalledBefore,
+    Calls,
     FieldError,
     PromptCacheFields,
     ShortText,
     StrictModel,
+    StructuredFields,
     Text,
+    ToolFields,
     explain,
+    old_call_id,
     only,
     refusal,
     shown,
     type_tag,
 )
-from twostroke.router.openai.tools import CalledBefore, Calls, StructuredFields, ToolFields, old_call_id
 from twostroke.router.text.generation_config import MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from twostroke.protocol.errors import ConfigError
+from twostroke.protocol.errors import ConfigError, is_unicode
 from twostroke.router.text.regions import SEARCH_S, Regions, RegionScanner, RegionText
 from twostroke.router.text.written_calls import (
     BareCalls,
@@ -27,7 +27,6 @@ from twostroke.router.text.written_calls import (
     TaggedCalls,
     WrittenCalls,
     call_text,
-    is_unicode,
 )
 
 if TYPE_CHECKING:

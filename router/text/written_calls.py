@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from twostroke.protocol.errors import is_unicode
+
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
@@ -375,15 +377,6 @@ class WrittenCalls:
             self._argue("{}")
         self._flush()
         self._has_arguments = False
-
-
-def is_unicode(text: str) -> bool:
-    """True where the text can be encoded: Python reads the half of a surrogate pair that JSON escapes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

@@ -15,10 +15,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from twostroke.router.openai.fields import StructuredFields
 from twostroke.router.openai.messages import MessagesRequest
 from twostroke.router.openai.responses import ResponsesRequest
 from twostroke.router.openai.schemas import LACKING
-from twostroke.router.openai.tools import StructuredFields
 
 CHECKS = [
     not_a_server_error,

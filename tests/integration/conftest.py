@@ -7,7 +7,7 @@ import pytest
 
 from tests.model.conftest import generate, write_checkpoint
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.speculation.speculator import Speculator
+from twostroke.worker.speculator import Speculator
 
 __all__ = ["generate", "write_checkpoint"]
 

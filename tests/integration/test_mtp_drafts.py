@@ -16,7 +16,7 @@ from tests.integration.local_fleet import Shape
 from tests.integration.test_speculation import KINDS, OFF, answers_of
 from tests.model.architectures.test_mtp import SHAPES, write_mtp_checkpoint
 from twostroke.model.checkpoint.weights import SINGLE_FILE
-from twostroke.worker.speculation.suffix_match import SuffixTokens
+from twostroke.worker.speculator import SuffixTokens
 
 MTP = {"speculation": {"method": "mtp", "corpus_tokens": 0}}
 BASE = Shape(None, num_blocks=512)

@@ -1,10 +1,9 @@
 """A message of every kind, with values of every shape."""
 
 from twostroke.protocol import messages
-from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.kv_layout import KVLayout, RankCut
 from twostroke.protocol.messages import Message
-from twostroke.protocol.requests import Address, Peer, SampledToken, Ticket, TokenEvent
+from twostroke.protocol.requests import Address, BlockedRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.protocol.stats import TransferStats, WorkerStats
 
 _SOURCE, _TARGET = Peer("prefill-1", 2**62), Peer("decode-1", 7)

@@ -1,8 +1,8 @@
 """Blocked requests: how many a process remembers, for how long, and which of them it tells others."""
 
-from twostroke.protocol.blocked_requests import LONGEST_S, MAX_IN_MESSAGE, BlockedRequest, BlockedRequests
 from twostroke.protocol.messages import RequestsBlocked, encode_message
 from twostroke.protocol.network import MAX_PAYLOAD_BYTES
+from twostroke.protocol.requests import LONGEST_S, MAX_IN_MESSAGE, BlockedRequest, BlockedRequests
 
 
 class Scene:

@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from tests.protocol.corpus import CORPUS, TRANSFER_ID
-from twostroke.protocol.blocked_requests import MAX_IN_MESSAGE
 from twostroke.protocol.errors import ProtocolError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
@@ -29,7 +28,7 @@ from twostroke.protocol.messages import (
     encode_message,
     most_step_bytes,
 )
-from twostroke.protocol.requests import Peer
+from twostroke.protocol.requests import MAX_IN_MESSAGE, Peer
 
 PAYLOADS = tuple(encode_message(message) for message in CORPUS)
 TAGS = tuple(sorted({type(message).__name__ for message in CORPUS}))

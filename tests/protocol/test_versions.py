@@ -7,7 +7,7 @@ import sys
 import msgspec
 import pytest
 
-from twostroke.protocol import blocked_requests, kv_layout, messages, network, requests, stats
+from twostroke.protocol import kv_layout, messages, network, requests, stats
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import PROTOCOL, Message, fingerprint, structs_of
 from twostroke.protocol.network import Connection, TcpNetwork, draw_hello
@@ -42,7 +42,7 @@ def test_the_version_of_messages_changes_with_their_fields_names_types_and_order
 
 
 def test_the_version_is_that_of_all_that_travels_and_the_same_in_every_process() -> None:
-    known = set(structs_of(messages, requests, stats, kv_layout, blocked_requests))
+    known = set(structs_of(messages, requests, stats, kv_layout))
     assert known >= {*Message.__subclasses__(), GenerateRequest, PrefillReply, DecodeReply, WorkerInfo, WorkerStats}
     script = "from twostroke.protocol.messages import PROTOCOL; print(PROTOCOL)"
     for seed in ("1", "2"):

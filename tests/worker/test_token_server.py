@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.rigs.played import played_by
-from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
     Cancel,
@@ -24,7 +23,7 @@ from twostroke.protocol.messages import (
     TokenFrame,
     Welcome,
 )
-from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
+from twostroke.protocol.requests import Address, BlockedRequest, Peer, SampledToken, TokenEvent
 from twostroke.protocol.stats import WorkerStats
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import VirtualLoop, run_virtually

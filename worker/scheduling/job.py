@@ -28,8 +28,8 @@ from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 
 if TYPE_CHECKING:
     from twostroke.kvtransfer.ranks import Incoming, Outgoing
-    from twostroke.worker.speculation.forced_text import ForcedText
-    from twostroke.worker.speculation.speculator import RequestPredictor
+    from twostroke.worker.forced_text import ForcedText
+    from twostroke.worker.speculator import RequestPredictor
 
 
 class SequenceState:

@@ -46,7 +46,7 @@ from twostroke.worker.config import PreemptionMode, WorkerConfig
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 from twostroke.worker.scheduling.job import Phase, SequenceState, SwappedKV, WorkerJob
 from twostroke.worker.scheduling.step_policy import NO_LIMIT, ClassShares, PromptBudget, StepPolicy, turn_of, turns
-from twostroke.worker.speculation.speculator import Draft, Speculator
+from twostroke.worker.speculator import Draft, Speculator
 
 
 class StepEntry(msgspec.Struct, frozen=True):

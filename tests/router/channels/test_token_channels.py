@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.errors import WorkerLost
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import (
@@ -22,7 +21,15 @@ from twostroke.protocol.messages import (
     Welcome,
 )
 from twostroke.protocol.network import TcpNetwork
-from twostroke.protocol.requests import LOG_CONTEXT, LogContext, Peer, SampledToken, TokenEvent
+from twostroke.protocol.requests import (
+    LOG_CONTEXT,
+    BlockedRequest,
+    BlockedRequests,
+    LogContext,
+    Peer,
+    SampledToken,
+    TokenEvent,
+)
 from twostroke.protocol.stats import WorkerInfo, WorkerStats
 from twostroke.router.observe.log_format import JsonLines
 from twostroke.router.token_channels import ChannelListener, TokenChannelConfig, TokenChannels, join_fresh

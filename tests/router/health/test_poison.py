@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests, fingerprint_of
-from twostroke.protocol.requests import Peer, ScoringParams
+from twostroke.protocol.requests import BlockedRequest, BlockedRequests, Peer, ScoringParams, fingerprint_of
 from twostroke.router.worker_health import PoisonRequest, Suspects, SuspectsConfig
 
 P, D0, D1, D2 = (Peer(name, 1) for name in ("p", "d0", "d1", "d2"))

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.router.routing.knowing import info
-from twostroke.protocol.blocked_requests import BlockedRequest, BlockedRequests
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
+from twostroke.protocol.requests import BlockedRequest, BlockedRequests
 from twostroke.router.fleet import Path
 from twostroke.router.request_state import AttemptContext, AttemptEnded, DecodeFailed, PrefillLost
 from twostroke.router.worker_health import Ejection, EjectionConfig, PoisonRequest, SuspectsConfig, WorkerRecords

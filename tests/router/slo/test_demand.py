@@ -6,8 +6,7 @@ import pytest
 from tests.router.routing.knowing import Clock, info
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import QueuedWork, StepCosts, WorkerStats
-from twostroke.router.slo.classes import SLOClass, SLOConfig
-from twostroke.router.slo.demand import ASKED_S, Demand, fleet_numbers
+from twostroke.router.slo.classes import ASKED_S, Demand, SLOClass, SLOConfig, fleet_numbers
 
 CLASSES = (SLOClass(name="fast", ttft_s=0.2, tpot_s=0.02), SLOClass(name="slow", ttft_s=2.0), SLOClass(name="batch"))
 

@@ -9,8 +9,7 @@ from tokenizers import Tokenizer
 
 from tests.integration.schemas import all_schemas, takes
 from twostroke.protocol.errors import RequestError
-from twostroke.router.text.call_grammar import AnswerGrammar, CallableFunction
-from twostroke.router.text.grammar import of_schema
+from twostroke.router.text.grammar import AnswerGrammar, CallableFunction, of_schema
 from twostroke.router.text.output_format import CallSyntax, ThinkingSyntax, pick_output_format
 
 MODEL_FOLDER = Path(__file__).parents[3] / "model" / "bundled"

@@ -20,10 +20,9 @@ from tests.simulation.scenarios.scenario import Scenario, make_scenario
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.transfer import IncomingPairTransfer, OutgoingTransfer
 from twostroke.model.step import BlockCopy
-from twostroke.protocol.blocked_requests import BlockedRequest
 from twostroke.protocol.errors import RequestError, TransferFailed, TwostrokeError
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Chunk
-from twostroke.protocol.requests import GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
+from twostroke.protocol.requests import BlockedRequest, GenerateRequest, Peer, SampledToken, Ticket, TokenEvent
 from twostroke.router.generate import attempt
 from twostroke.router.generate.attempt import Attempt
 from twostroke.router.generate.moves import RunningStream, StreamMoves

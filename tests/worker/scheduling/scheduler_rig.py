@@ -11,12 +11,11 @@ from twostroke.prefill_worker.policy import PrefillPolicy
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
-from twostroke.worker.config import PreemptionMode, QueuePolicy
+from twostroke.worker.config import PreemptionMode, QueuePolicy, SpeculationConfig
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.scheduler import Admitted, NewTokens, ScheduledStep, Scheduler, Swapping
 from twostroke.worker.scheduling.step_policy import StepBudget
-from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.speculator import Speculator
+from twostroke.worker.speculator import Speculator
 
 BLOCK = 4
 MAX_CONTEXT = 200

@@ -14,8 +14,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.grammars import Grammars, _of_bytes, _thread_with_stack
 from twostroke.router.text.grammar import of_lark, of_schema
 from twostroke.router.text.tokenizer import TextTokenizer
-from twostroke.worker.speculation.forced_text import MAX_BYTES, MAX_DRAWN, SLOW_S, ForcedText
-from twostroke.worker.speculation.speculator import AcceptanceRates
+from twostroke.worker.forced_text import MAX_BYTES, MAX_DRAWN, SLOW_S, ForcedText
+from twostroke.worker.speculator import AcceptanceRates
 
 PROMPT = [1, 2, 3]
 ORDER = {

@@ -12,9 +12,9 @@ from tests.worker.scheduling.scheduler_rig import STOP, TOKEN, Rig
 from twostroke.model.step import Constraint
 from twostroke.protocol.requests import GenerateRequest, Promise, SampledToken, SamplingParams
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.config import SpeculationConfig
 from twostroke.worker.scheduling.job import SequenceState
-from twostroke.worker.speculation.config import SpeculationConfig
-from twostroke.worker.speculation.speculator import (
+from twostroke.worker.speculator import (
     FORCED_S,
     FORCED_SHARE,
     AcceptanceRates,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.worker.speculation.suffix_match import MAX_MATCH, MIN_MATCH, AnswerCorpus, SuffixTokens
+from twostroke.worker.speculator import MAX_MATCH, MIN_MATCH, AnswerCorpus, SuffixTokens
 
 WIDE = 2**21 - 1  # the largest token id
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.router.http import responses
+from twostroke.router.http import middleware
 from twostroke.router.text.tokenizer import TextTokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -147,6 +147,6 @@ async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(site_of, monkey
         assert len(events) >= 4
         refused = await raw(site, in_old_http("GET", "/events"))
         assert "505" in refused.splitlines()[0]
-        monkeypatch.setattr(responses, "MAX_COLLECTED_BYTES", 300)
+        monkeypatch.setattr(middleware, "MAX_COLLECTED_BYTES", 300)
         refused = await raw(site, in_old_http("POST", "/v1/completions", fields))
         assert "505" in refused.splitlines()[0]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from twostroke.protocol.clock import Clock
-from twostroke.worker.speculation.speculator import AcceptanceRates, OwnAcceptance
+from twostroke.worker.speculator import AcceptanceRates, OwnAcceptance
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
