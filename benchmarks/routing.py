@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twostroke.benchmarks.console import positive
-from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
+from twostroke.protocol.block_hash import chain_hashes, pack_names, short_name
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams

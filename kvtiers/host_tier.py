@@ -20,7 +20,7 @@ from twostroke.kvtiers.objects import ObjectRows, SectionData, rows_key
 from twostroke.kvtiers.storage_tier import ObjectRef
 from twostroke.kvtransfer.link import HostStore
 from twostroke.kvtransfer.transports.host_units import adjacent_runs
-from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.block_hash import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups
 
 

@@ -2,14 +2,14 @@
 
 A name is the SHA-256 of a record of tagged, length-prefixed fields (`pack_record`), so that two different sets of
 values can't make the same bytes. The fields are those of the model as it was loaded (`KVIdentity`), and the keyed hash
-of all tokens up to the object's end (protocol/blocks.py), which a tenant's salt keys.
+of all tokens up to the object's end (protocol/block_hash.py), which a tenant's salt keys.
 """
 
 import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.block_hash import BlockHash
 from twostroke.protocol.kv_layout import ONE_RANK, KVLayout
 
 FORMAT_VERSION = 1

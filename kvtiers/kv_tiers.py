@@ -24,7 +24,7 @@ from twostroke.kvtiers.tier_index import TierIndex, UseCounts
 from twostroke.kvtransfer.receiver import KVReceiver
 from twostroke.kvtransfer.sender import KVSender
 from twostroke.kvtransfer.transfer import IncomingTransfer, OutgoingTransfer
-from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.block_hash import BlockHash
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import RankCut

@@ -36,7 +36,7 @@ import xxhash
 from twostroke.kvtiers.config import KEY_BYTES
 from twostroke.kvtiers.identity import FORMAT_VERSION, NAME_BYTES, TENANT_BYTES, ObjectKey, object_name, pack_record
 from twostroke.kvtiers.storage.blobs import BlobReader, BlobStore
-from twostroke.protocol.blocks import HASH_BYTES, BlockHash
+from twostroke.protocol.block_hash import HASH_BYTES, BlockHash
 from twostroke.protocol.errors import ConfigError, how_to_install
 from twostroke.protocol.kv_layout import DTYPE_BYTES, ONE_RANK, KVLayout
 

@@ -1,13 +1,13 @@
 """The objects that a tier holds, by name, with the blocks in them, as routers are told; and the uses of objects. Pure.
 
-An index is what a block pool is for a prefix cache: a NamedBlocks (protocol/blocks.py), whose blocks are the rows of
-objects.
+An index is what a block pool is for a prefix cache: a NamedBlocks (protocol/block_hash.py), whose blocks are the rows
+of objects.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 
-from twostroke.protocol.blocks import HASH_BYTES, BlockChanges, BlockHash, NameChanges
+from twostroke.protocol.block_hash import HASH_BYTES, BlockChanges, BlockHash, NameChanges
 
 
 class TierIndex:

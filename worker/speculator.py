@@ -516,7 +516,7 @@ class Speculator:
         drafts = [draft for job in decodes if (draft := self._draft(job, job.num_drawing)) is not None]
         if not drafts:
             return False
-        taken, step_s, expected = self._fill(drafts, decodes, costs, room)
+        taken, step_s, expected = self._choose_num_drafts(drafts, decodes, costs, room)
         waited_s = step_s + GAP_S + SEARCH_S * len(decodes) + FORCED_S * num_forced
         return bool(taken) and (len(decodes) + expected) * plain_s > len(decodes) * waited_s
 
@@ -528,7 +528,7 @@ class Speculator:
         _follow_grammars(decodes, plain_s)
         drafts = [draft for job in decodes if (draft := self._draft(job)) is not None]
         self._row_costs.forget()
-        taken, _, _ = self._fill(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)
+        taken, _, _ = self._choose_num_drafts(drafts, decodes, costs, room) if drafts else ({}, 0.0, 0.0)
         for draft in taken.values():
             self._constrain(draft)
         return taken
@@ -594,7 +594,7 @@ class Speculator:
             _log.exception("no draft for request %s: its grammar can't be followed", sequence.request.request_id)
             draft.token_ids.clear()
 
-    def _fill(
+    def _choose_num_drafts(
         self, drafts: Sequence[Draft], decodes: Sequence[WorkerJob], costs: StepCosts, room: int
     ) -> tuple[dict[WorkerJob, Draft], float, float]:
         """Return the tokens to draft, the step's seconds with them, and how many tokens they are expected to bring.

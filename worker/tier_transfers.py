@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from twostroke.kvtiers.kv_tiers import KVTiers, ObjectRun, TieredWorker
 from twostroke.kvtransfer.ranks import SendingSide
-from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.block_hash import BlockHash
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.kv_layout import NO_BLOCK, TYPICAL_TOKENS
 from twostroke.protocol.stats import StepCosts

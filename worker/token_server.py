@@ -2,6 +2,13 @@
 
 The worker learns of a lost router once for each connection. The worker's StatsFrames are its proof of life; the
 router's are its Pings.
+
+`BlockReports` reports the prefix cache to routers: all names to a router that asks, and from then on each change. A
+worker with KV tiers reports the names in them likewise, by reports of their own.
+
+All names of a large cache are megabytes. They go in pieces, each when the router has taken the one before it, while
+tokens and changes pass between them. A piece is read from the cache in the very moment when it is sent, after all
+changes until then have been: so it need not be kept, and whatever comes after it is newer.
 """
 
 import asyncio
@@ -13,7 +20,10 @@ from typing import Annotated
 from annotated_types import Ge
 from pydantic import model_validator
 
-from twostroke.protocol.blocks import BlockReports, NamedBlocks
+from twostroke.protocol.block_hash import (
+    NamedBlocks,
+    pack_hashes,
+)
 from twostroke.protocol.clock import Clock, Silence
 from twostroke.protocol.errors import ConnectionLost
 from twostroke.protocol.messages import (
@@ -69,6 +79,123 @@ class TokenServerConfig(Section):
 
 FromRouter = Cancel | Drain | Resume | ChangeRole | PrefillFailed | SendPrefix
 """Messages that a router sends to the worker itself."""
+
+
+FLUSH_S = 0.05
+"""Seconds for which changes are gathered before they are sent."""
+
+PIECE_BLOCKS = 16_384
+"""Blocks of the pool whose names are read at once: a millisecond of the event loop's, and 128 KiB."""
+
+Send = Callable[[str, Connection, BlocksHeld | BlocksChanged], None]
+"""Sends to a router by its connection, and drops the router where that fails."""
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A router that has asked."""
+
+    connection: Connection
+    num_told: int = 0  # blocks that it has been told of, by their ids; once there are some, it is told changes
+    telling: asyncio.Task[None] | None = None  # all names
+
+
+class BlockReports:
+    """One worker's reports of its prefix cache or, with `is_tier`, of its KV tiers.
+
+    Nothing is recorded while no router has asked.
+    """
+
+    def __init__(self, blocks: NamedBlocks, send: Send, *, is_tier: bool = False):
+        self._blocks = blocks
+        self._send = send
+        self._is_tier = is_tier
+        self._readers: dict[str, _Reader] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._sequence = 0
+        self._flushing: asyncio.TimerHandle | None = None
+
+    def begin(self, router_id: str, connection: Connection) -> None:
+        """Tell this router all names, and from then on each change; from the beginning, where that goes on already."""
+        if not self._readers:
+            self._blocks.record_changes(self._flush_later)
+        reader = self._readers.setdefault(router_id, _Reader(connection))
+        self._tell_anew(router_id, reader)
+
+    def end(self, router_id: str) -> None:
+        """Tell this router nothing more. Harmless for one that never asked."""
+        reader = self._readers.pop(router_id, None)
+        if reader is None:
+            return
+        if reader.telling is not None:
+            reader.telling.cancel()
+        if not self._readers:
+            self._blocks.record_changes(None)
+            if self._flushing is not None:
+                self._flushing.cancel()
+                self._flushing = None
+
+    async def close(self) -> None:
+        """End all; returns when nothing goes on any more."""
+        for router_id in list(self._readers):
+            self.end(router_id)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def _tell_anew(self, router_id: str, reader: _Reader) -> None:
+        reader.num_told = 0
+        if reader.telling is None:
+            what = "tiers' blocks" if self._is_tier else "blocks"
+            reader.telling = asyncio.create_task(self._tell_all(router_id, reader), name=f"{what} to {router_id}")
+            self._ending.add(reader.telling)
+            reader.telling.add_done_callback(self._ending.discard)
+
+    async def _tell_all(self, router_id: str, reader: _Reader) -> None:
+        try:
+            while True:
+                await reader.connection.drain()
+                self._flush()
+                first, end = reader.num_told, min(reader.num_told + PIECE_BLOCKS, self._blocks.num_blocks)
+                names = pack_hashes(self._blocks.names(first, end))
+                is_last = end == self._blocks.num_blocks
+                reader.num_told = end
+                if is_last:
+                    reader.telling = None
+                if names or first == 0 or is_last:
+                    held = BlocksHeld(
+                        names,
+                        is_first=first == 0,
+                        is_last=is_last,
+                        sequence=self._sequence,
+                        is_tier=self._is_tier,
+                    )
+                    self._send(router_id, reader.connection, held)
+                if is_last:
+                    return
+                await asyncio.sleep(0)  # the connection may take it all at once, but others have things to do
+        except ConnectionLost:
+            return  # the listener of this router notices it too, and ends its reports
+
+    def _flush_later(self) -> None:
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+
+    def _flush(self) -> None:
+        """Tell what has changed until now."""
+        if self._flushing is None:
+            return  # nothing has
+        self._flushing.cancel()
+        self._flushing = None
+        changes = self._blocks.take_changes()
+        if changes is None:
+            for router_id, reader in self._readers.items():
+                self._tell_anew(router_id, reader)
+        elif changes.stored or changes.removed:
+            self._sequence += 1
+            stored, removed = pack_hashes(changes.stored), pack_hashes(changes.removed)
+            message = BlocksChanged(self._sequence, stored, removed, is_tier=self._is_tier)
+            for router_id, reader in list(self._readers.items()):
+                if reader.num_told:
+                    self._send(router_id, reader.connection, message)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from twostroke.kvtransfer.ranks import AwaitedOffers, Incoming, Outgoing, ReceivingSide, SendingSide
 from twostroke.model.step import OnLayer
-from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
+from twostroke.protocol.block_hash import BlockHash, next_hash, root_hash
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TransferFailed
 from twostroke.protocol.requests import LogContext, Ticket, about

@@ -16,7 +16,15 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from twostroke.protocol.blocks import BlockHash, ShortName, chain_hashes, next_hash, root_hash, short_name, unpack_names
+from twostroke.protocol.block_hash import (
+    BlockHash,
+    ShortName,
+    chain_hashes,
+    next_hash,
+    root_hash,
+    short_name,
+    unpack_names,
+)
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.requests import GenerateRequest, Peer

@@ -16,7 +16,7 @@ from twostroke.kvtiers.objects import (
     write_object,
 )
 from twostroke.kvtiers.storage.blobs import BlobInfo, BlobMissing, BlobStore
-from twostroke.protocol.blocks import chain_hashes
+from twostroke.protocol.block_hash import chain_hashes
 from twostroke.protocol.kv_layout import FP8, STATE_WINDOW, KVLayout
 
 PLAIN = KVLayout("plain", "bfloat16", num_layers=2, num_kv_heads=1, head_dim=4, block_size=4)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.kvtiers.identity import KVIdentity, ObjectKey, object_name, pack_record, tenant_digest
-from twostroke.protocol.blocks import chain_hashes
+from twostroke.protocol.block_hash import chain_hashes
 from twostroke.protocol.kv_layout import KVLayout, RankCut
 
 LAYOUT = KVLayout("digest", "bfloat16", num_layers=2, num_kv_heads=2, head_dim=4, block_size=4)

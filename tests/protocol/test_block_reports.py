@@ -11,7 +11,7 @@ import pytest
 from tests.rigs.played import played_by
 from tests.worker.test_token_server import noting
 from twostroke.protocol import blocks as block_reports
-from twostroke.protocol.blocks import short_name, unpack_names
+from twostroke.protocol.block_hash import short_name, unpack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
@@ -210,7 +210,7 @@ async def test_what_a_router_knows_is_right_though_the_cache_changes_while_it_is
 async def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twostroke.protocol.blocks.MAX_CHANGES", 20)
+    monkeypatch.setattr("twostroke.protocol.block_hash.MAX_CHANGES", 20)
     router = await scene.connect()
     router.ask()
     await asyncio.sleep(0.1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.protocol.blocks import (
+from twostroke.protocol.block_hash import (
     HASH_BYTES,
     NAME_BYTES,
     chain_hashes,

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.rigs.delegate import Delegate
-from twostroke.protocol.blocks import ShortName
+from twostroke.protocol.block_hash import ShortName
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket, mint_ticket

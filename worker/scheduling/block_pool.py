@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
+from twostroke.protocol.block_hash import BlockChanges, BlockHash, NameChanges
 from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, STATE_WINDOW, KVGroups

@@ -20,7 +20,7 @@ from twostroke.model.step import (
     TokenCounts,
     is_penalised,
 )
-from twostroke.protocol.blocks import BlockHash, next_hash, root_hash
+from twostroke.protocol.block_hash import BlockHash, next_hash, root_hash
 from twostroke.protocol.errors import TwostrokeError
 from twostroke.protocol.kv_layout import NO_BLOCK, ONE_GROUP, KVGroups
 from twostroke.protocol.requests import GenerateRequest, Ticket, forbidden_tokens

@@ -425,7 +425,7 @@ class Scheduler:
         budget = self.policy.prompt_budget([entry.job for entry in entries])
         num_drafted = sum(len(entry.drafts) for entry in entries)
         budget.spend_on_rows(num_drafted)
-        entries += self._give_chunks(prompts, self._config.max_batch - len(entries) - num_drafted, budget)
+        entries += self._schedule_prefills(prompts, self._config.max_batch - len(entries) - num_drafted, budget)
         swaps, self._swapped_in = tuple(self._swapped_in), []
         return ScheduledStep(tuple(entries), self._take_admitted(), swaps)
 
@@ -630,7 +630,9 @@ class Scheduler:
 
     # --- inside a step ---
 
-    def _give_chunks(self, prompts: Iterable[WorkerJob], num_places: int, budget: PromptBudget) -> list[StepEntry]:
+    def _schedule_prefills(
+        self, prompts: Iterable[WorkerJob], num_places: int, budget: PromptBudget
+    ) -> list[StepEntry]:
         """Give tokens to `prompts` that are begun in the order of their turns, and admit others while some are left.
 
         At most `num_places` jobs have a part in the step.

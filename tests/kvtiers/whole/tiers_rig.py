@@ -21,7 +21,7 @@ from twostroke.kvtiers.objects import SectionData, write_object
 from twostroke.kvtiers.storage_tier import StorageTier
 from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtransfer.transfer import OutgoingTransfer
-from twostroke.protocol.blocks import BlockHash, chain_hashes
+from twostroke.protocol.block_hash import BlockHash, chain_hashes
 from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import TierStats

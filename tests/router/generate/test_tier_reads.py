@@ -2,7 +2,7 @@
 
 from tests.router.generate.collecting_tokens import collect, new_state
 from tests.router.routing.knowing import COSTS, TIERS
-from twostroke.protocol.blocks import chain_hashes, pack_hashes
+from twostroke.protocol.block_hash import chain_hashes, pack_hashes
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 
 PROMPT = tuple(range(330))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.protocol.blocks import chain_hashes, pack_hashes
+from twostroke.protocol.block_hash import chain_hashes, pack_hashes
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.messages import BlocksHeld
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams

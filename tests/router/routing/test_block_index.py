@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.router.routing.knowing import Clock
-from twostroke.protocol.blocks import chain_hashes, pack_names, short_name
+from twostroke.protocol.block_hash import chain_hashes, pack_names, short_name
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.requests import Peer
 from twostroke.router.routing import block_index

@@ -21,7 +21,7 @@ from tests.simulation.scenarios.injector import Injector
 from tests.simulation.scenarios.moving import make_moving
 from tests.simulation.scenarios.scenario import DEADLY_FAULTS, Arrival, Scenario, make_scenario
 from tests.simulation.scenarios.tiered import make_tiered
-from twostroke.protocol.blocks import short_name
+from twostroke.protocol.block_hash import short_name
 from twostroke.protocol.errors import RequestError, TwostrokeError
 from twostroke.protocol.requests import LogContext, TokenEvent
 from twostroke.protocol.stats import Role, WorkerStats

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from twostroke.protocol.blocks import BlockChanges, BlockHash, NameChanges
+from twostroke.protocol.block_hash import BlockChanges, BlockHash, NameChanges
 from twostroke.protocol.kv_layout import NO_BLOCK
 from twostroke.worker.scheduling.block_pool import CLIENT_SHARE, TOTAL_SHARE, BlockPool, BlockPoolCorrupted, OutOfBlocks
 
@@ -377,7 +377,7 @@ def test_the_beginning_of_each_window_is_announced_once() -> None:
 
 
 def test_too_many_changes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twostroke.protocol.blocks.MAX_CHANGES", 3)
+    monkeypatch.setattr("twostroke.protocol.block_hash.MAX_CHANGES", 3)
     changes = BlockChanges(lambda: None)
     for number in range(3):
         changes.published(name(number))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from twostroke.protocol.blocks import chain_hashes
+from twostroke.protocol.block_hash import chain_hashes
 from twostroke.protocol.requests import GenerateRequest, SamplingParams, ScoringParams
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import SequenceState

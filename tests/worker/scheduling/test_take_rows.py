@@ -2,7 +2,7 @@
 
 import pytest
 
-from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.block_hash import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, STATE_WINDOW, KVGroups, group_layers
 from twostroke.worker.scheduling.block_pool import BlockPool
 

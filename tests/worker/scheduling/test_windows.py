@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from tests.worker.scheduling.scheduler_rig import Rig
 from tests.worker.scheduling.test_sequence import request
 from twostroke.kvtransfer.layout import ChunkPlan
-from twostroke.protocol.blocks import BlockHash
+from twostroke.protocol.block_hash import BlockHash
 from twostroke.protocol.kv_layout import NO_BLOCK, KVGroups, group_layers, group_table
 from twostroke.worker.scheduling.block_pool import BlockPool, OutOfBlocks
 from twostroke.worker.scheduling.job import SequenceState
