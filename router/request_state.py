@@ -28,15 +28,93 @@ from twostroke.protocol.requests import (
     FinishReason,
     GenerateRequest,
     LogContext,
+    Peer,
     PrefillReply,
     PromptScores,
     TokenEvent,
 )
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.fleet import Path, PathEstimate, PathKind
 
 if TYPE_CHECKING:
     from twostroke.router.text.response_parser import ResponseParser
+
+# --- the path ---
+
+
+class PathEstimate(msgspec.Struct, frozen=True):
+    """A request's times on a path, in seconds, by the cost models that its workers have fitted."""
+
+    queue_s: float  # until its prompt is begun: work that goes first
+    pull_s: float  # fetching the prompt's beginning from another worker
+    prefill_s: float  # computing what is cached nowhere
+    transfer_s: float  # of KV, as far as prefill doesn't hide it
+    decode_slot_s: float  # until the decode worker's next step has room for it
+    step_s: float  # of the decode worker with the request in it, drafts aside
+    speedup: float = 1.0  # by drafts: a token takes so much less than a step
+    tier_read_s: float = 0.0  # reading the prompt's beginning from KV tiers of the worker that computes the rest
+
+    @property
+    def token_s(self) -> float:
+        """Predicted time between tokens."""
+        return self.step_s / self.speedup
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token."""
+        return self.queue_s + self.pull_s + self.tier_read_s + self.prefill_s
+
+
+PathKind = Literal["decode", "prefill_decode", "prefill", "score"]
+"""A decode worker alone; a pair; a prefill worker alone, which also writes the answer; any worker that only scores."""
+
+PATH_KINDS: tuple[PathKind, ...] = get_args(PathKind)
+
+
+class Path(msgspec.Struct, frozen=True):
+    """The workers of one attempt. Without a prefill worker, the decode worker computes the prompt itself.
+
+    A prompt that is only scored has one worker, of either role, in the field `decode`.
+    """
+
+    prefill: WorkerInfo | None
+    decode: WorkerInfo
+    source: WorkerInfo | None = None  # the worker from which the prompt's beginning is pulled
+    estimate: PathEstimate | None = (
+        None  # None: the workers have not reported their costs yet, or the policy needs none
+    )
+    new_tokens: int | None = None  # of the prompt, to be computed; known with the estimate
+    is_cost_probe: bool = False  # taken to check its costs, not for them
+    is_scoring: bool = False  # the prompt is only scored or embedded
+    is_at_prefill: bool = False  # a prefill worker writes the answer
+
+    @property
+    def kind(self) -> PathKind:
+        """The path by which workers it takes."""
+        if self.is_scoring:
+            return "score"
+        if self.prefill is not None:
+            return "prefill_decode"
+        return "prefill" if self.is_at_prefill else "decode"
+
+    @property
+    def prompt_worker(self) -> WorkerInfo:
+        """The worker that computes the prompt."""
+        return self.prefill or self.decode
+
+    @property
+    def worker_ids(self) -> tuple[str, str]:
+        """The ids of the prefill and of the decode worker, as lines and spans name them; empty for one that is not
+        there."""
+        decode = self.decode.peer.worker_id
+        if self.prefill is not None:
+            return self.prefill.peer.worker_id, decode
+        return (decode, "") if self.is_scoring and self.decode.role == "prefill" else ("", decode)
+
+    @property
+    def workers(self) -> tuple[Peer, ...]:
+        """The workers that serve the attempt, first the one that computes the prompt."""
+        return (self.decode.peer,) if self.prefill is None else (self.prefill.peer, self.decode.peer)
+
 
 # --- the job ---
 

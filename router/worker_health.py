@@ -43,13 +43,14 @@ from twostroke.protocol.requests import (
 )
 from twostroke.protocol.settings import Count, Section
 from twostroke.protocol.stats import ROLES
-from twostroke.router.fleet import Fleet, Path
+from twostroke.router.fleet import Fleet
 from twostroke.router.request_state import (
     AttemptContext,
     AttemptEnded,
     AttemptEvent,
     DecodeFailed,
     DecodeStarted,
+    Path,
     PrefillDone,
     PrefillLost,
     ScoreDone,

@@ -1,4 +1,4 @@
-"""The costs of this worker's steps, learnt from steps that have run. No torch.
+"""The costs of this worker's steps, learnt from steps that have run, and its utilisation by them. No torch.
 
 The form is protocol.stats.StepCosts: seconds = sum of costs x features. The first feature is 1; the last, where the
 model has experts, is the part of them that the step's tokens are expected to hit. Costs are fitted by least squares of
@@ -23,8 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.model.step import SequenceStep
+from twostroke.protocol.clock import Clock
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
 
 COLD_STEPS = 5
 FIRST_SAMPLES = 10  # behind the first fit
@@ -313,3 +316,54 @@ def _least(left: Array, right: Array) -> Array:
         if not len(wrong):
             return x * scale
         is_free[wrong[-1]] ^= True
+
+
+class Utilization:
+    """Counts the FLOPs and bytes of steps. `shares` are those of the last UTILIZATION_WINDOW_S.
+
+    MFU is the FLOPs that a model's tokens take (Chowdhery et al., PaLM, 2022, appendix B), over what the machine could
+    have computed in that time, idle time included. MBU is the same for the bytes of weights and KV that steps read.
+    """
+
+    def __init__(self, work: StepWork | None, limits: MachineLimits | None, clock: Clock):
+        """The shares are unknown without `work` or `limits`."""
+        self._work = work
+        self._limits = limits
+        self._clock = clock
+        self.flops = 0.0
+        self.read_bytes = 0.0
+        self._marks = deque([(clock(), 0.0, 0.0)])  # times, and both counters then
+
+    def add(self, content: StepContent) -> None:
+        """Count a step that has run."""
+        if self._work is not None:
+            self.flops += self._work.flops(*content)
+            self.read_bytes += self._work.read_bytes(content.prompt_tokens, content.rows, content.context_tokens)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of WorkerStats that describe utilisation."""
+        limits, (mfu, mbu) = self._limits, self.shares() or (None, None)
+        return {
+            "flops": self.flops,
+            "read_bytes": self.read_bytes,
+            "peak_flops_per_s": 0.0 if limits is None else limits.gemm,
+            "peak_bytes_per_s": 0.0 if limits is None else limits.read,
+            "mfu": mfu,
+            "mbu": mbu,
+        }
+
+    def shares(self) -> tuple[float, float] | None:
+        """Return MFU and MBU, 0 to 1; None where they are not known."""
+        if self._work is None or self._limits is None:
+            return None
+        now, marks = self._clock(), self._marks
+        while len(marks) > 1 and marks[1][0] <= now - UTILIZATION_WINDOW_S:
+            marks.popleft()
+        began, flops, read_bytes = marks[0]
+        if now - marks[-1][0] >= UTILIZATION_MARK_S:
+            marks.append((now, self.flops, self.read_bytes))
+        seconds = max(now - began, UTILIZATION_MARK_S)
+        return (
+            (self.flops - flops) / seconds / self._limits.gemm,
+            (self.read_bytes - read_bytes) / seconds / self._limits.read,
+        )

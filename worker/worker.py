@@ -65,12 +65,12 @@ from twostroke.worker.role import NO_OTHERS, Policies, WorkerRole
 from twostroke.worker.scheduling.job import WorkerJob
 from twostroke.worker.scheduling.scheduler import Admitted, HostBlocks, NewTokens, ScheduledStep, Scheduler, Swapping
 from twostroke.worker.speculator import speculator_of
-from twostroke.worker.step_costs import StepCostFit
+from twostroke.worker.step_costs import StepCostFit, Utilization
 from twostroke.worker.step_loop import EndedStep, LogitHealth, StepLoop, StepsUnderWay
 from twostroke.worker.tier_transfers import TierTransfers
 from twostroke.worker.token_server import FromRouter, TokenServer
 from twostroke.worker.transfers import PrefixExports, PromptReceiver, PromptSender, Pulls, Transfers
-from twostroke.worker.worker_stats import Utilization, WorkerCounters, scheduler_fields, swap_fields, transfer_fields
+from twostroke.worker.worker_stats import WorkerCounters, scheduler_fields, swap_fields, transfer_fields
 
 _log = logging.getLogger(__name__)
 

@@ -1,20 +1,16 @@
 """The numbers that a worker reports: its counters, utilisation, queue by class and tightest promise."""
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twostroke.model.costs.operations import MachineLimits, StepWork
-from twostroke.protocol.clock import Clock
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import MIN_STRETCH, QueuedWork, StepCosts, TransferStats
-from twostroke.worker.constants import UTILIZATION_MARK_S, UTILIZATION_WINDOW_S
 from twostroke.worker.scheduling.scheduler import HostBlocks, Scheduler, Swapping
 from twostroke.worker.scheduling.step_policy import PromisedBatch
 from twostroke.worker.speculator import Speculator
-from twostroke.worker.step_costs import StepContent
 
 
 @dataclass(slots=True)
@@ -28,57 +24,6 @@ class WorkerCounters:
     finished_requests: int = 0
     aborted_requests: int = 0
     pulled_tokens: int = 0
-
-
-class Utilization:
-    """Counts the FLOPs and bytes of steps. `shares` are those of the last UTILIZATION_WINDOW_S.
-
-    MFU is the FLOPs that a model's tokens take (Chowdhery et al., PaLM, 2022, appendix B), over what the machine could
-    have computed in that time, idle time included. MBU is the same for the bytes of weights and KV that steps read.
-    """
-
-    def __init__(self, work: StepWork | None, limits: MachineLimits | None, clock: Clock):
-        """The shares are unknown without `work` or `limits`."""
-        self._work = work
-        self._limits = limits
-        self._clock = clock
-        self.flops = 0.0
-        self.read_bytes = 0.0
-        self._marks = deque([(clock(), 0.0, 0.0)])  # times, and both counters then
-
-    def add(self, content: StepContent) -> None:
-        """Count a step that has run."""
-        if self._work is not None:
-            self.flops += self._work.flops(*content)
-            self.read_bytes += self._work.read_bytes(content.prompt_tokens, content.rows, content.context_tokens)
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of WorkerStats that describe utilisation."""
-        limits, (mfu, mbu) = self._limits, self.shares() or (None, None)
-        return {
-            "flops": self.flops,
-            "read_bytes": self.read_bytes,
-            "peak_flops_per_s": 0.0 if limits is None else limits.gemm,
-            "peak_bytes_per_s": 0.0 if limits is None else limits.read,
-            "mfu": mfu,
-            "mbu": mbu,
-        }
-
-    def shares(self) -> tuple[float, float] | None:
-        """Return MFU and MBU, 0 to 1; None where they are not known."""
-        if self._work is None or self._limits is None:
-            return None
-        now, marks = self._clock(), self._marks
-        while len(marks) > 1 and marks[1][0] <= now - UTILIZATION_WINDOW_S:
-            marks.popleft()
-        began, flops, read_bytes = marks[0]
-        if now - marks[-1][0] >= UTILIZATION_MARK_S:
-            marks.append((now, self.flops, self.read_bytes))
-        seconds = max(now - began, UTILIZATION_MARK_S)
-        return (
-            (self.flops - flops) / seconds / self._limits.gemm,
-            (self.read_bytes - read_bytes) / seconds / self._limits.read,
-        )
 
 
 def scheduler_fields(scheduler: Scheduler, costs: StepCosts | None) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarsePrefillW
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerInfo, WorkerStats
-from twostroke.router.fleet import NoPath, Path
+from twostroke.router.fleet import NoPath
 from twostroke.router.generate.moves import BUSY_SHARE
+from twostroke.router.request_state import Path
 from twostroke.router.routing.chooser import (
     ANSWER_WEIGHT,
     FIRST_ANSWER_TOKENS,

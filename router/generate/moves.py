@@ -33,7 +33,7 @@ from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
 from twostroke.protocol.messages import SendPrefix
 from twostroke.protocol.requests import GenerateRequest, Peer, PrefillReply, SamplingParams, about, mint_ticket
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.fleet import Fleet, NoPath, Path
+from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.request_state import (
     AttemptContext,
     AttemptEnded,
@@ -41,6 +41,7 @@ from twostroke.router.request_state import (
     DecodeFailed,
     DecodeStarted,
     MoveReason,
+    Path,
     SuspectRequest,
 )
 from twostroke.router.routing.chooser import PathChooser

@@ -25,7 +25,7 @@ from twostroke.protocol.errors import RequestError, TwostrokeError, WorkerFailed
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.protocol.network import Network
 from twostroke.protocol.requests import BlockedRequests, GenerateRequest, Peer, TokenEvent, about, left_of
-from twostroke.router.fleet import Fleet, NoPath, Path, PathKind
+from twostroke.router.fleet import Fleet, NoPath
 from twostroke.router.generate.attempt import Attempt, AttemptDeps, PrefillMoved, ScoreAttempt, out_of_time
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.moves import RunningStream, StreamMoved, StreamMoves
@@ -34,6 +34,8 @@ from twostroke.router.request_state import (
     AttemptEnded,
     AttemptLog,
     AttemptStarted,
+    Path,
+    PathKind,
     RequestState,
     StreamMove,
 )

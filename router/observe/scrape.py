@@ -19,9 +19,8 @@ from twostroke.protocol.garbage import collection_seconds
 from twostroke.protocol.messages import PROTOCOL
 from twostroke.protocol.requests import Peer
 from twostroke.protocol.stats import ROLES, Role, TierStats, WorkerInfo, WorkerStats
-from twostroke.router.fleet import PATH_KINDS, PathKind
 from twostroke.router.observe.metrics import family
-from twostroke.router.request_state import MOVE_REASONS, MoveReason
+from twostroke.router.request_state import MOVE_REASONS, PATH_KINDS, MoveReason, PathKind
 
 WorkerNumbers = Sequence[tuple[WorkerInfo, WorkerStats]]
 

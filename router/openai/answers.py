@@ -14,10 +14,9 @@ from typing_extensions import TypedDict
 
 from twostroke.protocol.errors import RequestError, TwostrokeError, public_error
 from twostroke.protocol.requests import FinishReason
-from twostroke.router.fleet import PathKind
 from twostroke.router.openai.schemas import GenerationFields
 from twostroke.router.openai.scoring import PromptLogprobs, ShownToken
-from twostroke.router.request_state import ChoiceJob, RequestState
+from twostroke.router.request_state import ChoiceJob, PathKind, RequestState
 from twostroke.router.text.tokenizer import TextTokenizer, TokenPiece
 
 encode_json = msgspec.json.Encoder().encode

@@ -21,8 +21,16 @@ from twostroke.protocol.kv_layout import incompatibility
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise
 from twostroke.protocol.settings import Count, Interval, Section
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.fleet import NoPath, Path, PathEstimate
-from twostroke.router.request_state import AttemptContext, AttemptEnded, AttemptEvent, DecodeDone, PrefillDone
+from twostroke.router.fleet import NoPath
+from twostroke.router.request_state import (
+    AttemptContext,
+    AttemptEnded,
+    AttemptEvent,
+    DecodeDone,
+    Path,
+    PathEstimate,
+    PrefillDone,
+)
 from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.routing.workers import (
     AVAILABLE,

@@ -28,7 +28,8 @@ from twostroke.protocol.clock import Clock
 from twostroke.protocol.errors import RequestError
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.fleet import NoPath, Path, PathEstimate
+from twostroke.router.fleet import NoPath
+from twostroke.router.request_state import Path, PathEstimate
 from twostroke.router.slo.classes import ClassHistory, Correction, DecayingSum, SLOConfig
 
 RESERVE = 0.15

@@ -7,10 +7,9 @@ import pytest
 from tests.router.generate.collecting_tokens import collect, new_state, nth_token
 from twostroke.protocol.messages import StatsFrame
 from twostroke.protocol.stats import WorkerStats
-from twostroke.router.fleet import Path
 from twostroke.router.generate.attempt import Attempt, AttemptDeps
 from twostroke.router.generate.config import PipelineConfig
-from twostroke.router.request_state import AttemptContext, AttemptLog
+from twostroke.router.request_state import AttemptContext, AttemptLog, Path
 
 PROMPT = tuple(range(130))
 

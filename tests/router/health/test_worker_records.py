@@ -7,8 +7,7 @@ import pytest
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, TransferFailed, WorkerFailed, WorkerLeaving, WorkerLost
 from twostroke.protocol.requests import BlockedRequest, BlockedRequests
-from twostroke.router.fleet import Path
-from twostroke.router.request_state import AttemptContext, AttemptEnded, DecodeFailed, PrefillLost
+from twostroke.router.request_state import AttemptContext, AttemptEnded, DecodeFailed, Path, PrefillLost
 from twostroke.router.worker_health import Ejection, EjectionConfig, PoisonRequest, SuspectsConfig, WorkerRecords
 
 P, D, D1 = info("p0"), info("d0"), info("d1")

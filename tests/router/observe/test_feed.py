@@ -11,7 +11,6 @@ from twostroke.protocol.errors import RequestError
 from twostroke.protocol.kv_layout import KVLayout
 from twostroke.protocol.requests import Address, GenerateRequest, Peer, SamplingParams
 from twostroke.protocol.stats import WorkerInfo
-from twostroke.router.fleet import Path
 from twostroke.router.observe import feed as feed_module
 from twostroke.router.observe.feed import MAX_ENDED, MAX_OF_ONE_KEY, MAX_SEQUENCES, MAX_SUBSCRIBERS, Feed
 from twostroke.router.observe.request_log import RequestLog
@@ -20,6 +19,7 @@ from twostroke.router.request_state import (
     AttemptEnded,
     AttemptStarted,
     ChoiceJob,
+    Path,
     RequestState,
     StreamMove,
     SuspectRequest,

@@ -8,11 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import RequestError, WorkerLost
 from twostroke.protocol.stats import GpuUse, QueuedWork, TierStats, WorkerStats
-from twostroke.router.fleet import Path
 from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.observe.metrics import RouterMetrics
 from twostroke.router.observe.scrape import RouterMetricsSample, exposition
-from twostroke.router.request_state import AttemptState, ChoiceJob, RequestState
+from twostroke.router.request_state import AttemptState, ChoiceJob, Path, RequestState
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOConfig
 

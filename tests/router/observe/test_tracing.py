@@ -17,7 +17,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from tests.rigs.otlp import receiving_spans
 from tests.router.routing.knowing import info
 from twostroke.protocol.errors import ConfigError
-from twostroke.router.fleet import Path
 from twostroke.router.http.app import keyed, resources
 from twostroke.router.observe.opentelemetry_traces import (
     OPERATIONS,
@@ -28,7 +27,7 @@ from twostroke.router.observe.opentelemetry_traces import (
 )
 from twostroke.router.observe.request_log import RequestLog
 from twostroke.router.observe.tracing import TracingConfig, request_traces
-from twostroke.router.request_state import AttemptState, ChoiceJob, RequestState
+from twostroke.router.request_state import AttemptState, ChoiceJob, Path, RequestState
 
 CONVENTIONS = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -6,7 +6,8 @@ import pytest
 from tests.router.routing.knowing import COSTS, IDLE, LAYOUT, OTHER_KIND, QUICK, TIERS, Workers, load, peers
 from twostroke.protocol.requests import Promise
 from twostroke.protocol.stats import QueuedWork, TierStats
-from twostroke.router.fleet import NoPath, Path
+from twostroke.router.fleet import NoPath
+from twostroke.router.request_state import Path
 from twostroke.router.routing.chooser import (
     HOP_S,
     PathQuery,

@@ -5,8 +5,7 @@ import pytest
 from tests.router.routing.knowing import info
 from twostroke.protocol.requests import GenerateRequest, Peer, Promise, SamplingParams
 from twostroke.protocol.stats import QueuedWork, WorkerStats
-from twostroke.router.fleet import Path, PathEstimate
-from twostroke.router.request_state import ChoiceJob, RequestState
+from twostroke.router.request_state import ChoiceJob, Path, PathEstimate, RequestState
 from twostroke.router.slo.admission import PROBE_S, Admission, Overloaded
 from twostroke.router.slo.classes import MEMORY_S, SLOClass, SLOConfig
 

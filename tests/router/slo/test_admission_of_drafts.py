@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from twostroke.planning.costs.profiles import H100
 from twostroke.protocol.requests import Promise
-from twostroke.router.fleet import PathEstimate
+from twostroke.router.request_state import PathEstimate
 from twostroke.router.slo import admission
 from twostroke.router.slo.admission import Admission
 from twostroke.router.slo.classes import SLOClass, SLOConfig
