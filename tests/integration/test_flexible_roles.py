@@ -9,8 +9,8 @@ import pytest
 
 from tests.integration.local_fleet import GREEDY, Served, Shape, of_one_worker, serve
 from tests.integration.test_transfers import some_tokens
-from twostroke.router.fleet import Path as WorkerPath
 from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.request_state import Path as WorkerPath
 from twostroke.router.routing.chooser import PathChooser
 
 SHAPE = Shape("tcp", num_blocks=256, pipeline=PipelineConfig(pulls=False))

@@ -10,10 +10,10 @@ import pytest
 from tests.protocol.test_block_reports import Router
 from tests.rigs.played import played_by
 from twostroke.kvtiers.tier_index import TierIndex, UseCounts
-from twostroke.protocol import blocks as block_reports
 from twostroke.protocol.block_hash import short_name
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld
 from twostroke.simulator.virtual_loop import run_virtually
+from twostroke.worker import token_server as block_reports
 from twostroke.worker.token_server import BlockReports
 
 PIECE, ROWS = 8, 3

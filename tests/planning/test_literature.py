@@ -9,7 +9,7 @@ import torch
 from msgspec import structs
 
 from twostroke.cluster.cli import main
-from twostroke.kvtransfer.layout import cut_pair, first_units, rank_pairs
+from twostroke.kvtransfer.layout import first_units, pair_shards, rank_pairs
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cache.kv_cache import make_kv_cache
 from twostroke.model.checkpoint.config_file import load_model_config
@@ -148,7 +148,7 @@ def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: 
     )
     carried = 0
     for lane in rank_pairs(source, target):
-        cut, _ = cut_pair(lane, source, target, "raw")
+        cut, _ = pair_shards(lane, source, target, "raw")
         first = first_units(source.groups, lane.layers, tokens, cut.unit_tokens, 0, lane.share)
         carried += (
             sum(cut.share.below(tokens // cut.unit_tokens) - first[layer] for layer in lane.layers) * cut.unit_bytes

@@ -10,12 +10,12 @@ import pytest
 
 from tests.rigs.played import played_by
 from tests.worker.test_token_server import noting
-from twostroke.protocol import blocks as block_reports
 from twostroke.protocol.block_hash import short_name, unpack_names
 from twostroke.protocol.messages import BlocksChanged, BlocksHeld, Hello, ReportBlocks, TokenFrame, Welcome
 from twostroke.protocol.requests import Address, Peer, SampledToken, TokenEvent
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.virtual_loop import run_virtually
+from twostroke.worker import token_server
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.token_server import TokenServer, TokenServerConfig
 
@@ -26,7 +26,7 @@ NUM_BLOCKS = 5 * PIECE - 3
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_reports, "PIECE_BLOCKS", PIECE)
+    monkeypatch.setattr(token_server, "PIECE_BLOCKS", PIECE)
 
 
 def name(number: int) -> bytes:
@@ -230,7 +230,7 @@ async def test_more_changes_than_can_be_told_at_once_are_told_as_all_names(
 async def test_all_names_of_a_large_cache_drop_no_router_and_pass_by_its_tokens(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_reports, "PIECE_BLOCKS", 1000)
+    monkeypatch.setattr(token_server, "PIECE_BLOCKS", 1000)
     cache(scene.pool, *range(40_000))  # 320 kB of names, where 100 kB unread get a router dropped
     router = await scene.connect(reads=False)
     router.ask()

@@ -4,9 +4,9 @@ import pytest
 
 from twostroke.model.costs.operations import MachineLimits, StepWork
 from twostroke.protocol.stats import StepCosts
+from twostroke.worker.constants import UTILIZATION_WINDOW_S
 from twostroke.worker.scheduling.step_policy import PromisedBatch
 from twostroke.worker.step_costs import StepContent, Utilization
-from twostroke.worker.worker_stats import UTILIZATION_WINDOW_S
 
 WORK = StepWork(100.0, 0.0, 50.0, 0.0, 1000.0, 0.0, 0.0, 0.0)
 STEP = StepContent(prompt_tokens=4, pairs=0.0, rows=2, context_tokens=0)  # 500 FLOPs and 1000 bytes

@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.policies.results import Result, percentile, result_of, serve
 from tests.simulation.policies.traffic import TRACES, strangers
 from twostroke.kvtransfer.receiver import KVReceiver
-from twostroke.kvtransfer.transfer import OutgoingLane
+from twostroke.kvtransfer.transfer import OutgoingPairTransfer
 from twostroke.protocol.requests import Promise
 from twostroke.router.routing.chooser import Policy
 from twostroke.router.slo.classes import SLOClass, SLOConfig
@@ -75,7 +75,7 @@ def test_no_prompt_is_computed_twice_however_long_it_waits():
     assert num_computed_twice() == 0
 
 
-def _hear_nothing(lane: OutgoingLane) -> None:
+def _hear_nothing(lane: OutgoingPairTransfer) -> None:
     """The target's request waits for room, and the source's patience ends."""
 
 
@@ -95,7 +95,7 @@ def _wait_for_two_seconds(prompts: PromptReceiver, call: Any, ticket: Any) -> No
 @pytest.mark.parametrize(
     ("target", "name", "replacement"),
     [
-        pytest.param(OutgoingLane, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
+        pytest.param(OutgoingPairTransfer, "awaited", _hear_nothing, id="sources give up KV that is awaited"),
         pytest.param(KVReceiver, "keep_offer", _keep_nothing, id="offers don't wait with their requests"),
         pytest.param(PromptReceiver, "await_offer", _wait_for_two_seconds, id="requests don't wait for long queues"),
     ],

@@ -32,7 +32,7 @@ from twostroke.router.routing.block_index import BlockIndex
 from twostroke.router.worker_health import Suspects, WorkerRecords
 from twostroke.worker.scheduling.block_pool import BlockPool
 from twostroke.worker.scheduling.job import SequenceState, WorkerJob
-from twostroke.worker.scheduling.scheduler import Preemptor, Scheduler, Swap, Swapping
+from twostroke.worker.scheduling.scheduler import Scheduler, Swap, Swapping
 from twostroke.worker.step_loop import StepLoop
 from twostroke.worker.token_server import TokenServer
 
@@ -129,8 +129,8 @@ def _never_give_host_blocks_back(swapping: Swapping, job: WorkerJob) -> None:
     """Nor those of requests that have ended."""
 
 
-@sabotage("steps run ahead of what they must know", Preemptor, "may_run_ahead")
-def _never_wait_to_run_ahead(preemptor: Preemptor, in_flight: Any, decodes: Sequence[WorkerJob]) -> bool:
+@sabotage("steps run ahead of what they must know", Scheduler, "_may_run_ahead")
+def _never_wait_to_run_ahead(scheduler: Scheduler, in_flight: Any, decodes: Sequence[WorkerJob]) -> bool:
     return True
 
 
