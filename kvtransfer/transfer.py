@@ -512,7 +512,7 @@ class IncomingPairTransfer(PairTransfer[ReceiverState]):
         return self.segments(chunk)
 
     def end_chunk(self, chunk: Chunk, *, has_right_checksum: bool) -> Verified | None:
-        """Account for a chunk whose bytes are in the blocks, intact or not; return the answer to the peer, if any.
+        """Account for a chunk whose bytes are in the blocks, right or not; return the answer to the peer, if any.
 
         A damaged chunk ends the rank pair, unless it has been given up meanwhile.
         """

@@ -255,7 +255,7 @@ class GroupLink:
     async def _exchange(
         self, num_units: int, pack: Callable[[Tensor], None] | None, unpack: Callable[[Tensor], bool] | None
     ) -> bool:
-        """Send what `pack` fills in, or receive what `unpack` takes out; whether that was intact."""
+        """Send what `pack` fills in, or receive what `unpack` takes out; return whether its checksum was right."""
 
         def post(outcome: Future[bool]) -> None:
             index = self._free.get()  # while all are in use this thread waits: for an operation's time-out at most

@@ -1,8 +1,8 @@
 """Every kind of KV on its way: sent, swapped out, found again and damaged. No token changes by it.
 
-Kinds are a DeepSeek-like model's latents, whose experts are counted on the way, latents beside the keys of an index,
-states of several families, and keys and values in FP8. Right are the tokens of one worker of one rank with room for
-everything; in FP8 those of plain torch over a cache of such numbers.
+Kinds are keys and values, whose heads ranks share unequally, a DeepSeek-like model's latents, whose experts are counted
+on the way, latents beside the keys of an index, states of several families, and keys and values in FP8. Right are the
+tokens of one worker of one rank with room for everything; in FP8 those of plain torch over a cache of such numbers.
 """
 
 from dataclasses import dataclass, field, replace
@@ -55,6 +55,7 @@ def with_states(family: str, **more: Any) -> Kind:
 
 FOUR_HEADS = {"num_key_value_heads": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_hidden_layers": 8}
 KINDS = {
+    "keys and values": Kind({"num_attention_heads": 8, "num_key_value_heads": 2}),
     "latents": Kind(FAMILY_SHAPES["deepseek_v3_experts"]),
     "an index": Kind(FAMILY_SHAPES["glm_moe_dsa"]),
     "states": with_states("qwen3_5", **FOUR_HEADS),
@@ -72,6 +73,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "gloo": {"transport": "torch_distributed"},
     "tcp, 2 ranks to 1": {"transport": "tcp", "prefill_ranks": 2},
+    "tcp, 2 ranks to 1, unequal blocks": {
+        **{"transport": "tcp", "prefill_step_tokens": 129, "prefill_ranks": 2, "decode_block_size": 8},
+    },
+    "tcp, 4 ranks to 2, unequal blocks": {
+        **{"transport": "tcp", "prefill_step_tokens": 129, "prefill_ranks": 4, "decode_ranks": 2},
+        "decode_block_size": 8,
+    },
+    "shm, 1 rank to 2": {"transport": "shm", "prefill_step_tokens": 129, "decode_ranks": 2},
     "tcp, 1 rank to 2": {"transport": "tcp", "decode_ranks": 2},
     "tcp, 1 rank to 4": {"transport": "tcp", "decode_ranks": 4},
     "tcp, 2 ranks to 4": {"transport": "tcp", "prefill_ranks": 2, "decode_ranks": 4},
@@ -98,6 +107,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 RANKED, SHARED = "tcp, 2 ranks to 1", f"shm, 1 rank to 2 that share contexts{SWAPPED}"
 CASES = {
+    "keys and values": ("tcp, 2 ranks to 1, unequal blocks", "shm, 1 rank to 2"),
     "latents": (f"alone{SWAPPED}", "tcp, unequal blocks", "shm", RANKED, "tcp, 1 rank to 2 of whole experts", SHARED),
     "an index": (f"alone{SWAPPED}", "tcp, unequal blocks"),
     "states": (f"alone{SWAPPED}", f"alone{RECOMPUTED}", "tcp", f"shm{SWAPPED}", "gloo", RANKED),
@@ -108,6 +118,7 @@ CASES = {
 }
 # Each rank but the first of a worker is a process, which takes 4 s of a core to load torch.
 MORE_CASES = {
+    "keys and values": ("tcp, 4 ranks to 2, unequal blocks",),
     "latents": (
         *("tcp, 1 rank to 2", "tcp, 2 ranks to 4", "shm, 4 ranks to 1", "shm, 4 ranks of whole experts to 1"),
         *("tcp, 2 ranks to 4 of whole experts", "tcp, 4 ranks of whole experts to 2"),
@@ -186,7 +197,7 @@ def check_kind(name: str, served: Served, shape: Shape) -> None:
     elif name.startswith("states"):
         assert all(layout.state_numbers for layout in layouts)
     else:
-        assert {layout.kinds for layout in layouts} == {1}
+        assert {layout.kinds for layout in layouts} == {2 if name == "keys and values" else 1}
     if name == "latents":
         parts = served.fleet.parts.values()
         assert sum(one.rank.loaded.parallel.shard.has_whole_experts for one in parts) == (

@@ -2,8 +2,8 @@
 
 Against transformers: 20 prompts of 1 to 700 tokens at once, 32 new tokens each, in fp32; a second round finds them in
 the prefix cache. The random models have no near-tie between two tokens; the trained one may have, and is compared up
-to it. Ranks of one worker are processes of their own but for rank 0; where their number differs between prefill and
-decode, KV travels between rank pairs of every kind: heads shared out, gathered and copied.
+to it. Ranks of one worker are processes of their own but for rank 0. KV between workers of other numbers of ranks:
+test_kinds_of_kv.py.
 """
 
 import asyncio
@@ -25,7 +25,6 @@ from tests.integration.local_fleet import (
     Shape,
     asking,
     before_steps,
-    check_cold_and_warm,
     of_one_worker,
     serve,
     worker_settings,
@@ -193,13 +192,6 @@ MORE_TOKENS = 24
 PROMPTS = [[random.Random(n).randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
 RANKED = Shape("tcp", num_blocks=256, prefill_step_tokens=129)
 
-RANKS = {
-    "2 to 1, unequal blocks": replace(RANKED, prefill_ranks=2, decode_block_size=8),
-    "1 to 2, through shared memory": replace(RANKED, transport="shm", decode_ranks=2),
-    "4 to 2, unequal blocks": replace(RANKED, prefill_ranks=4, decode_ranks=2, decode_block_size=8),
-}
-
-
 ranked_answers = asking(PROMPTS, MORE_TOKENS)
 
 
@@ -207,15 +199,6 @@ ranked_answers = asking(PROMPTS, MORE_TOKENS)
 def of_one_rank(folder: Path) -> list[list[int]]:
     """Return what a single worker of one rank draws."""
     return of_one_worker(folder, ranked_answers)
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(one, marks=pytest.mark.models if "4" in one else []) for one in RANKS])
-async def test_several_ranks_draw_the_tokens_that_one_draws(
-    ranks: str, folder: Path, of_one_rank: list[list[int]]
-) -> None:
-    async with serve(folder, RANKS[ranks]) as served:
-        assert (await check_cold_and_warm(served, ranked_answers, of_one_rank))["prefill"] > 0
-        assert served.fleet.stats("prefill").transfers_failed == 0
 
 
 async def test_a_killed_rank_is_its_workers_end_and_the_request_is_answered_elsewhere(

@@ -142,7 +142,7 @@ async def _kill_one(parts: WorkerParts, victims: list[Any], worker: Worker, step
 
 
 @pytest.mark.parametrize("case", ["llama"], indirect=True)
-async def test_a_flipped_bit_of_a_stages_kv_is_found_by_its_digest(
+async def test_a_flipped_bit_of_a_stages_kv_is_found_by_its_checksum(
     case: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, expected = case

@@ -104,6 +104,6 @@ async def linked(
 
 
 async def move(ends: tuple[Any, Any], sent: Sequence[Segment], received: Sequence[Segment], seed: int = 5) -> bool:
-    """A chunk; whether it was intact."""
+    """Move a chunk; return whether its checksum was right."""
     _, has_right_checksum = await asyncio.gather(ends[0].send(sent, seed), ends[1].receive(received, seed))
     return bool(has_right_checksum)
