@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     text: str  # what it is, and when to change it
 
 
-def settings_of(kind: type[Section], path: str = "") -> Iterator[Setting]:
+def section_settings(kind: type[Section], path: str = "") -> Iterator[Setting]:
     """Return the settings of a section and of those within. A section's own settings come before those that it
     inherits."""
     schema = kind.model_json_schema()
@@ -53,18 +53,18 @@ def settings_of(kind: type[Section], path: str = "") -> Iterator[Setting]:
     for name in dict.fromkeys(fields):
         inner: Any = kind.model_fields[name].annotation
         if isinstance(inner, type) and issubclass(inner, Section):
-            yield from settings_of(inner, f"{path}{name}.")
+            yield from section_settings(inner, f"{path}{name}.")
             continue
         field_schema = schema["properties"][name]
         default = _REQUIRED if name in schema.get("required", ()) else _plain(field_schema["default"])
         yield Setting(f"{path}{name}", default, _values(field_schema), _sentence(field_schema.get("description", "")))
         if get_origin(inner) is tuple and isinstance(get_args(inner)[0], type):
-            yield from settings_of(get_args(inner)[0], f"{path}{name}[].")
+            yield from section_settings(get_args(inner)[0], f"{path}{name}[].")
 
 
 def reference() -> str:
     """All tables, in Markdown: the dozen that matter, then the sections, both roles' in one."""
-    known = list(settings_of(ClusterConfig))
+    known = list(section_settings(ClusterConfig))
     lines = [BEGIN, "", "## The dozen that matter", "", *_dozen({one.path: one for one in known}), ""]
     schema = ClusterConfig.model_json_schema()
     roles = get_args(Role)

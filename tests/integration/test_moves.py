@@ -18,6 +18,7 @@ from tests.integration.local_fleet import GREEDY, Served, Shape, before_steps, o
 from tests.integration.test_structured_output import AS_PERSON, Site, site
 from tests.integration.test_transfers import some_tokens
 from tests.model.architectures.test_conformance import FAMILY_SHAPES
+from twostroke.cluster.ranks.worker_parts import WorkerParts
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, SamplingParams, Ticket
 from twostroke.router.generate import moves
 from twostroke.router.generate.config import PipelineConfig
@@ -57,6 +58,7 @@ class UnderWay:
     answers: "asyncio.Task[list[list[int]]]"
     states: list[RequestState]
     source: Worker
+    parts: WorkerParts  # the source's
 
 
 @asynccontextmanager
@@ -77,7 +79,8 @@ async def under_way(served: Served, num_tokens: int = 10) -> AsyncIterator[Under
 
     try:
         await until(lambda: bool(sources()) or task.done())
-        yield UnderWay(task, states, served.fleet.by_peer[sources()[0]])
+        source = sources()[0]
+        yield UnderWay(task, states, served.fleet.by_peer[source], served.fleet.parts[source])
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -176,7 +179,7 @@ async def test_streams_that_move_lose_nothing_where(
                 case "source dies":
                     await die(served, run.source)
                 case _:
-                    await run.source._deps.sender.close()
+                    await run.parts.deps.sender.close()
 
         struck = Struck(served, part, strike)
         run.source.leave()

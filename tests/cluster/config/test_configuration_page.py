@@ -10,11 +10,11 @@ import yaml
 from twostroke.cluster.cli import main
 from twostroke.cluster.config.config import ClusterConfig, read_config
 from twostroke.cluster.config.reading import setting_paths
-from twostroke.cluster.config.reference import BEGIN, DOZEN, END, Setting, settings_of
+from twostroke.cluster.config.reference import BEGIN, DOZEN, END, Setting, section_settings
 from twostroke.protocol.errors import ConfigError
 
 PAGE = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
-SETTINGS = {one.path: one for one in settings_of(ClusterConfig)}
+SETTINGS = {one.path: one for one in section_settings(ClusterConfig)}
 MEMBERS = {"classes[]": {"name": "x"}, "keys[]": {"name": "x", "sha256": "ab" * 32}}
 BESIDE = {"redundant_experts": {"tensor_parallel": 2, "expert_parallel": True}}
 """Settings that a setting needs beside it."""
