@@ -84,7 +84,7 @@ _COMMANDS = {
         "serve a workload on virtual time with a fleet that need not exist",
     ),
     "loadtest run": ("loadtests.commands.measure:run", "one run at one load, and its report"),
-    "loadtest plan": ("loadtests.commands.write_plan", "write the plan that `run --plan` and Locust carry out"),
+    "loadtest plan": ("loadtests.commands.measure:write", "write the plan that `run --plan` and Locust carry out"),
     "loadtest sweep": ("loadtests.commands.measure:sweep", "find the highest rate at which the SLO still holds"),
     "loadtest compare": ("loadtests.commands.compare", "put reports side by side"),
     "loadtest report": ("loadtests.commands.measure:report", "make the reports of runs and sweeps again"),

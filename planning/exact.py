@@ -14,7 +14,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import Promise
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.deployment import TracedRequest, Users, WorkerCrash, serve
-from twostroke.simulator.sim_router import PROMISE_NOTHING
+from twostroke.simulator.sim_fleet import PROMISE_NOTHING
 from twostroke.worker.config import QueuePolicy
 
 VOCABULARY = 32_000

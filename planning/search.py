@@ -17,8 +17,7 @@ from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.published.hardware import EFFICIENCY, GIB, Efficiency, Hardware
 from twostroke.planning.costs.drafted_steps import most_tokens
 from twostroke.planning.costs.roofline import WorkerHardware, step_costs, tpot_floor_s, ttft_floor_s
-from twostroke.planning.layouts import TRIED_MODES, Layout, Mode, Pools, Work
-from twostroke.planning.queueing import idle_share
+from twostroke.planning.layouts import TRIED_MODES, Layout, Mode, Pools, Work, idle_share
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile

@@ -24,8 +24,7 @@ from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator.memory_network import MemoryFabric
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace
 from twostroke.simulator.memory_transport import LinkFabric
-from twostroke.simulator.sim_fleet import FleetPlan, SimFleet, SimProcess
-from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
+from twostroke.simulator.sim_fleet import PROMISE_NOTHING, FleetPlan, SimFleet, SimProcess, SimRouter
 from twostroke.simulator.virtual_loop import run_virtually
 from twostroke.worker.config import QueuePolicy, SpeculationConfig
 from twostroke.worker.profile import BLOCK_TOKENS, WorkerProfile

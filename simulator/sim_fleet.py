@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -12,18 +12,32 @@ import msgspec
 
 from twostroke.decode_worker.config import DecodeConfig
 from twostroke.decode_worker.policy import DecodePolicy, EvenPolicy, decode_role
+from twostroke.kvtiers.host_tier import HostTier
+from twostroke.kvtiers.identity import KVIdentity
+from twostroke.kvtiers.kv_tiers import KVTiers
+from twostroke.kvtiers.storage.blobs import BlobStore
+from twostroke.kvtiers.storage.quota import QuotaBlobs
+from twostroke.kvtiers.storage_tier import StorageTier
+from twostroke.kvtiers.tier_index import TierIndex
 from twostroke.kvtransfer.config import TransferConfig
 from twostroke.model.step import Engine
 from twostroke.prefill_worker.config import PrefillConfig
 from twostroke.prefill_worker.policy import PrefillPolicy, prefill_role
 from twostroke.protocol.errors import TwostrokeError, WorkerFailed, WorkerLost
+from twostroke.protocol.kv_layout import ONE_RANK, KVLayout
 from twostroke.protocol.messages import ProbeTimes
 from twostroke.protocol.requests import DecodeReply, GenerateRequest, Peer, PrefillReply, Ticket
 from twostroke.protocol.stats import Role, WorkerInfo
-from twostroke.simulator.memory_network import MemoryFabric, Trace
+from twostroke.router.fleet import Fleet
+from twostroke.router.generate.config import PipelineConfig
+from twostroke.router.generate.pipeline import FleetKnowledge, Pipeline
+from twostroke.router.slo.admission import Admission
+from twostroke.router.slo.classes import SLOConfig
+from twostroke.router.token_channels import TokenChannels
+from twostroke.simulator.memory_blobs import MemoryBlobs, VirtualCalls
+from twostroke.simulator.memory_network import MemoryFabric, MemoryNetwork, Trace
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import LinkFabric, Parts, parts_around
-from twostroke.simulator.sim_tiers import SimStorage, SimTiers, TierPlan
 from twostroke.simulator.virtual_loop import VirtualProcess, virtual_loop
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.role import Policies
@@ -43,6 +57,84 @@ class MortalEngine(Engine, Protocol):
 
 
 EngineT = TypeVar("EngineT", bound=MortalEngine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPlan:
+    """The tiers that all workers of a fleet have."""
+
+    object_tokens: int
+    host_blocks: int
+    has_disk: bool  # one for each role, whose workers share it
+    disk_bytes: int = 10**9
+    has_shared: bool
+    call_s: float  # longest time of a call of a storage
+
+
+@dataclass(frozen=True)
+class SimTiers:
+    """One worker's tiers."""
+
+    tiers: KVTiers
+    parts: Parts
+
+
+class SimStorage:
+    """All storage of a simulation, by name: `disk prefill`, `disk decode`, `shared`."""
+
+    def __init__(self, seed: int, secret: bytes):
+        self._secret = secret
+        self._draw = random.Random(f"storage of {seed}")
+        self.blobs: dict[str, MemoryBlobs] = {}
+        self.calls: dict[str, list[VirtualCalls]] = {}  # of all workers that have used a storage
+
+    def make_tiers(
+        self,
+        plan: TierPlan,
+        role: Role,
+        worker: Peer,
+        layout: KVLayout,
+        network: MemoryNetwork,
+        links: LinkFabric,
+        transfers: TransferConfig,
+    ) -> SimTiers:
+        """Return the tiers of a worker that starts."""
+        store = FakeStore(layout.over(ONE_RANK), num_blocks=plan.host_blocks)
+        parts = parts_around(
+            store, Peer(f"{worker.worker_id}/tiers", worker.epoch), network, links, transfers, self._secret
+        )
+        clock = asyncio.get_running_loop().time
+        storage = [self._tier("disk", f"disk {role}", plan, store.layout, clock)] if plan.has_disk else []
+        if plan.has_shared:
+            storage.append(self._tier("shared", "shared", plan, store.layout, clock))
+        tiers = KVTiers(
+            identity=KVIdentity(store.layout, "", "float32", plan.object_tokens),
+            host=HostTier(store),
+            storage=storage,
+            sender=parts.sender,
+            receiver=parts.receiver,
+            secret=self._secret,
+            clock=clock,
+        )
+        return SimTiers(tiers, parts)
+
+    def _tier(
+        self, name: str, storage: str, plan: TierPlan, layout: KVLayout, clock: Callable[[], float]
+    ) -> StorageTier:
+        blobs: BlobStore = self.blobs.setdefault(storage, MemoryBlobs(self._draw))
+        evicted: deque[str] = deque()
+        if name == "disk":
+            blobs = QuotaBlobs(blobs, plan.disk_bytes, clock=clock, on_evicted=evicted.append)
+
+        def seconds() -> float:
+            return self._draw.random() * plan.call_s
+
+        reads, writes = VirtualCalls(THREADS, seconds), VirtualCalls(1, seconds)
+        self.calls.setdefault(storage, []).extend((reads, writes))
+        index = TierIndex() if name == "disk" else None
+        return StorageTier(
+            name, lambda: blobs, layout, reads, writes, clock, index=index, evicted=evicted, cpu_clock=lambda: 0.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,3 +450,73 @@ def _forget(process: SimProcess[Any], call: "asyncio.Task[Any]", *, may_take: bo
 def _copy(value: T) -> T:
     """Return a copy made through bytes, because shared objects would hide mistakes."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=type(value))
+
+
+PROMISE_NOTHING = SLOConfig(admission=False)
+
+
+class SimRouter(VirtualProcess):
+    """Its requests' tasks run in its own context, so that it can be lost: it stands still from then on."""
+
+    def __init__(
+        self,
+        index: int,
+        fleet: Fleet,
+        fabric: MemoryFabric,
+        config: PipelineConfig,
+        slo: SLOConfig = PROMISE_NOTHING,
+    ):
+        self.host = f"router-{index}"
+        super().__init__(self.host)
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._index = index
+        self._fleet = fleet
+        self._fabric = fabric
+        self.channels, self.admission, self.pipeline = self.context.run(self._make, config, slo)
+
+    def _make(self, config: PipelineConfig, slo: SLOConfig) -> tuple[TokenChannels, Admission, Pipeline]:
+        clock, peer = asyncio.get_running_loop().time, Peer(self.host, self._index + 1)
+        knowledge = FleetKnowledge(network=self._fabric.at(self.host), router=peer, clock=clock, config=config)
+        channels = knowledge.channels
+        admission = Admission(config=slo, stats=channels.stats, clock=clock)
+        pipeline = Pipeline(
+            fleet=self._reach(channels),
+            knowledge=knowledge,
+            secret=SECRET,
+            draw_id=_numbered(f"r{self._index}"),
+            draw=random.Random(self._index).random,
+            admit=admission.admit,
+        )
+        return channels, admission, pipeline
+
+    def _reach(self, channels: TokenChannels) -> Fleet:
+        """The workers, as this router reaches them."""
+        return self._fleet
+
+    def lose(self) -> None:
+        """Nothing of this process runs any more."""
+        if not self.lost.done():
+            self.lost.set_result(None)
+            virtual_loop().stop_process(self.host)
+
+    async def ended(self) -> None:
+        """Return when its requests' tasks have ended."""
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End what is left of it."""
+        await self.spawn(self.channels.close())
+
+
+def _numbered(prefix: str) -> Callable[[], str]:
+    number = 0
+
+    def draw() -> str:
+        nonlocal number
+        number += 1
+        return f"{prefix}-{number}"
+
+    return draw
+
+
+THREADS = 4

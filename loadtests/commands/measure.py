@@ -1,4 +1,4 @@
-"""`twostroke loadtest run`, `sweep` and `report`: a run at one load, runs at many rates, and their reports made again.
+"""`twostroke loadtest run`, `sweep`, `report` and `plan`: a run at one load, runs at many rates, their reports, a plan.
 
 The last line of output is one JSON object. What was measured stays, and has its report, also after Ctrl-C.
 """
@@ -25,6 +25,7 @@ from twostroke.loadtests.commands.arguments import (
     tell_ci,
     with_slo_multiple,
 )
+from twostroke.loadtests.generator.dispatcher import check_prompts
 from twostroke.loadtests.generator.runner import check_free, run_plan
 from twostroke.loadtests.plan import SLO, Arrivals, Gamma, Plan, Poisson
 from twostroke.loadtests.report import words
@@ -39,6 +40,7 @@ from twostroke.loadtests.report.pages import (
     write_sweep_report,
 )
 from twostroke.loadtests.run_folder import RunFolder
+from twostroke.loadtests.workloads.sessions import sessions
 
 INTERRUPTED_EXIT = 130
 
@@ -219,3 +221,19 @@ def _run_at(plan: Plan, folder: Path) -> Summary:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def add_write_arguments(parser: ArgumentParser) -> None:
+    add_plan_arguments(parser)
+
+
+def run_write(arguments: Namespace) -> int:
+    """Write the plan that `run --plan` and Locust's `--plan` carry out. Returns 0. Raises LoadTestError."""
+    plan = make_plan(arguments)
+    check_prompts(plan)
+    sessions(plan)  # raises where lengths, arrivals or a trace are wrong
+    print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
+    carry_out = "locust -f loadtests/locustfile.py --headless --plan FILE --folder FOLDER"
+    more = "" if plan.num_workers == 1 else f" --master, and {plan.num_workers} workers"
+    print(f"{plan.model} at {plan.url}; carry it out: {carry_out}{more}", file=sys.stderr)
+    return 0

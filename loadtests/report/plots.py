@@ -37,8 +37,7 @@ from twostroke.loadtests.report.chart import (
     slo_line,
 )
 from twostroke.loadtests.report.estimates import Estimate, Floats, duration, number, percentile
-from twostroke.loadtests.report.figures import NAN, Bools, Observations, ScalePoint, Summary
-from twostroke.loadtests.report.stage_parts import StagePart
+from twostroke.loadtests.report.figures import NAN, Bools, Observations, ScalePoint, StagePart, Summary
 from twostroke.loadtests.report.words import slo_words
 from twostroke.loadtests.run_folder import Sample
 

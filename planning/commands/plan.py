@@ -30,7 +30,6 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
 from twostroke.model.published.models import MODELS, known_as, published_model
-from twostroke.planning.answer import PlannedLayout, gpu_names, layout_settings, roofline_lines, sensitivities
 from twostroke.planning.commands.options import TierHits, add_tiers, tier_lines, tiers_as_json
 from twostroke.planning.costs.drafted_steps import drafted_step
 from twostroke.planning.costs.profiles import among_busy, named_profile
@@ -46,7 +45,7 @@ from twostroke.planning.search import (
     profiles_of,
     worker_hardware,
 )
-from twostroke.planning.trials import decide
+from twostroke.planning.trials import PlannedLayout, decide, gpu_names, layout_settings, roofline_lines, sensitivities
 from twostroke.planning.workload import SLOTargets, Workload, parse_promise, workload_sample
 from twostroke.protocol.errors import ConfigError
 from twostroke.worker.profile import WorkerProfile

@@ -1,6 +1,6 @@
 """`twostroke should-i-disaggregate`: one answer for one machine, one workload and one SLO, and how sure it is.
 
-On this machine each mode is served in turn and its capacity measured (planning/measured.py), and the same is simulated.
+On this machine each mode is served in turn and its capacity measured (planning/against.py), and the same is simulated.
 For hardware that is not there (`--costs`, `--gpu`) simulation answers alone. What fails is said, and left out.
 """
 
@@ -35,11 +35,10 @@ from twostroke.loadtests.run_folder import make_folder
 from twostroke.model.published.hardware import hardware_of
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
-from twostroke.planning.against import plan_for
+from twostroke.planning.against import TARGET, Candidate, Measured, capacity_by_simulation, measure, plan_for, say
 from twostroke.planning.commands.plan import add_repeated, with_repeated
 from twostroke.planning.costs.profiles import PROFILES, among_busy, named_profile
 from twostroke.planning.layouts import TRIED_MODES, Layout, Mode
-from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation, measure, say
 from twostroke.planning.search import PlanConstraints, nowhere, profiles_of
 from twostroke.planning.trials import attained_shares
 from twostroke.planning.workload import SLOTargets, Workload, workload_sample

@@ -40,8 +40,7 @@ from twostroke.loadtests.run_folder import Record, RunFacts, RunFolder, make_fol
 from twostroke.loadtests.workloads.sessions import sessions
 from twostroke.planning.against import FIGURES, against
 from twostroke.planning.baselines import compare_baselines
-from twostroke.planning.coarse.day import DAY_S, day_rates, scaling_cost
-from twostroke.planning.coarse.fleet import CoarseFleet
+from twostroke.planning.coarse.fleet import DAY_S, CoarseFleet, day_rates, scaling_cost
 from twostroke.planning.coarse.fleet import run as run_coarse
 from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseRequest

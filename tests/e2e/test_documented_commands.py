@@ -24,8 +24,7 @@ from twostroke.cluster.config.model_folder import INSTRUCT_MODEL, instruct_model
 from twostroke.cluster.local.asking import fetch_status
 from twostroke.cluster.local.ray import free_ports
 from twostroke.cluster.local.server_process import ServerProcess
-from twostroke.loadtests.report.figures import Summary
-from twostroke.loadtests.report.stage_parts import SERVER_PARTS
+from twostroke.loadtests.report.figures import SERVER_PARTS, Summary
 from twostroke.loadtests.run_folder import RunFolder, read_json
 from twostroke.loadtests.workloads.sessions import sessions
 

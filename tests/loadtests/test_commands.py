@@ -14,7 +14,7 @@ from tests.loadtests.report.runs import drawn, facts, plan, read_sweep, write_ru
 from tests.loadtests.test_capacity import PLAN, summarise_observations
 from twostroke.loadtests import LoadTestError, RunLost
 from twostroke.loadtests.commands import arguments as plan_arguments
-from twostroke.loadtests.commands import compare, measure, write_plan
+from twostroke.loadtests.commands import compare, measure
 from twostroke.loadtests.commands.arguments import make_plan, with_slo_multiple
 from twostroke.loadtests.plan import SLO, Closed, Plan, Poisson
 from twostroke.loadtests.report.estimates import Estimate
@@ -42,7 +42,7 @@ def test_plan_writes_what_run_and_locust_carry_out_and_nothing_else_to_standard_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering({"/v1/models": b'{"data": [{"id": "m", "max_model_len": 4096, "vocab_size": 4096}]}'}) as url:
-        assert write_plan.run(parsed(write_plan.add_arguments, "--url", url, "--rate", 2, "--seconds", 30)) == 0
+        assert measure.run_write(parsed(measure.add_write_arguments, "--url", url, "--rate", 2, "--seconds", 30)) == 0
     written = capsys.readouterr()
     made = msgspec.json.decode(written.out, type=Plan)
     assert (made.url, made.model, made.arrivals, made.seconds) == (url, "m", Poisson(2.0), 30.0)
@@ -55,10 +55,10 @@ def test_plan_writes_what_run_and_locust_carry_out_and_nothing_else_to_standard_
 def test_plan_writes_none_that_can_t_be_carried_out(capsys: pytest.CaptureFixture[str]) -> None:
     with answering({"/v1/models": b'{"data": [{"id": "m", "max_model_len": 4096}]}'}) as url:
         too_long = parsed(
-            write_plan.add_arguments, "--url", url, "--rate", 2, "--workload", "fixed", "--input-tokens", 5000
+            measure.add_write_arguments, "--url", url, "--rate", 2, "--workload", "fixed", "--input-tokens", 5000
         )
         with pytest.raises(LoadTestError, match="don't fit"):
-            write_plan.run(too_long)
+            measure.run_write(too_long)
     assert capsys.readouterr().out == ""
 
 

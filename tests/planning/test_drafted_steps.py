@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from tests.planning.test_coarse import coarse, lengths
 from twostroke.planning.costs.drafted_steps import decode_step, drafted_step, most_tokens, repeated_share
 from twostroke.planning.costs.profiles import H100, SMALL
-from twostroke.planning.layouts import Layout
-from twostroke.planning.queueing import batch_sizes
+from twostroke.planning.layouts import Layout, batch_sizes
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.simulator.deployment import NEW, TracedRequest, Users, answer_token, serve
 from twostroke.worker.profile import WorkerProfile

@@ -10,9 +10,9 @@ import yaml
 from msgspec import structs
 
 from twostroke.cluster.cli import main
-from twostroke.planning.answer import layout_settings
 from twostroke.planning.commands.plan import add_arguments, run
 from twostroke.planning.layouts import Layout, Mode
+from twostroke.planning.trials import layout_settings
 from twostroke.planning.workload import parse_promise
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.queueing import batch_sizes, erlang_c, late_s, queue_wait, rows_s
+from twostroke.planning.layouts import Layout, Mode, batch_sizes, erlang_c, late_s, queue_wait, rows_s
 from twostroke.planning.workload import SLOTargets, Workload, parse_promise
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.stats import StepCosts

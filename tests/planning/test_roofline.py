@@ -26,7 +26,7 @@ from twostroke.planning.costs.roofline import (
     uncached_flops,
     usd_per_million,
 )
-from twostroke.planning.queueing import HANDOVER_S, late_s
+from twostroke.planning.layouts import HANDOVER_S, late_s
 from twostroke.planning.search import PlanConstraints, profiles_of
 from twostroke.planning.workload import Workload
 from twostroke.protocol.errors import ConfigError

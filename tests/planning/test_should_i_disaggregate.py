@@ -11,11 +11,11 @@ import pytest
 from twostroke.cluster.cli import main
 from twostroke.loadtests.capacity import Capacity, SweepPoint, SweepResult
 from twostroke.loadtests.report.estimates import Estimate
+from twostroke.planning.against import TARGET, Candidate, Measured, capacity_by_simulation
 from twostroke.planning.commands import should_i_disaggregate as verdict
 from twostroke.planning.commands.should_i_disaggregate import Found, find_flips, tell, verdict_words
 from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.layouts import Layout, Mode
-from twostroke.planning.measured import TARGET, Candidate, Measured, capacity_by_simulation
 from twostroke.planning.workload import SLOTargets, Workload
 from twostroke.protocol.errors import ConfigError
 

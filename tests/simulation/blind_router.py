@@ -15,8 +15,7 @@ from twostroke.router.generate.config import PipelineConfig
 from twostroke.router.generate.moves import MoveReason, RunningStream, StreamMoves
 from twostroke.router.token_channels import TokenChannels
 from twostroke.simulator.memory_network import MemoryFabric
-from twostroke.simulator.sim_fleet import SECRET
-from twostroke.simulator.sim_router import PROMISE_NOTHING, SimRouter
+from twostroke.simulator.sim_fleet import PROMISE_NOTHING, SECRET, SimRouter
 
 
 class BlindPulls(Delegate):

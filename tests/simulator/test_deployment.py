@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from twostroke.loadtests.plan import SLO, Arrivals, Chat, Closed, Constant, Fixed, Plan, Workload
-from twostroke.planning.coarse.day import day_rates
+from twostroke.planning.coarse.fleet import day_rates
 from twostroke.planning.costs.profiles import SMALL
 from twostroke.planning.exact import simulate_plan
 from twostroke.planning.layouts import Layout

@@ -16,7 +16,7 @@ from tests.worker.worker_rig import BLOCK, SECRET, Rig, a_moment, a_request, beg
 from twostroke.protocol.requests import LogContext, Promise
 from twostroke.protocol.stats import Role, TierStats
 from twostroke.simulator.memory_blobs import MemoryBlobs
-from twostroke.simulator.sim_tiers import SimStorage, TierPlan
+from twostroke.simulator.sim_fleet import SimStorage, TierPlan
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker import tier_transfers
 from twostroke.worker.scheduling.block_pool import BlockPool

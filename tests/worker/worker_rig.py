@@ -43,7 +43,7 @@ from twostroke.protocol.stats import Role, WorkerInfo, WorkerStats
 from twostroke.simulator.memory_network import MemoryConnection, MemoryFabric
 from twostroke.simulator.memory_store import FakeStore, FakeSwapSpace, SpoilingPool, fake_layout
 from twostroke.simulator.memory_transport import KINDS, LinkFabric, Parts, parts_around
-from twostroke.simulator.sim_tiers import SimStorage, SimTiers, TierPlan
+from twostroke.simulator.sim_fleet import SimStorage, SimTiers, TierPlan
 from twostroke.simulator.virtual_loop import describe, run_virtually
 from twostroke.worker.deps import WorkerDeps
 from twostroke.worker.role import Policies

@@ -13,6 +13,8 @@ from tests.loadtests.report.runs import answer, drawn, facts, miss, plan, write_
 from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.plan import SLO, Closed, Plan
 from twostroke.loadtests.report.figures import (
+    CLIENT_PARTS,
+    SERVER_PARTS,
     FrequentError,
     Summary,
     Validity,
@@ -20,10 +22,10 @@ from twostroke.loadtests.report.figures import (
     judged_rows,
     num_workers,
     read_observations,
+    server_parts,
     summarise,
     summarise_observations,
 )
-from twostroke.loadtests.report.stage_parts import CLIENT_PARTS, SERVER_PARTS, server_parts
 from twostroke.loadtests.report.words import utilization_words
 from twostroke.loadtests.report.words import verdict as verdict_words
 from twostroke.loadtests.run_folder import GeneratorHealth, Record, RunFacts, RunFolder, Sample

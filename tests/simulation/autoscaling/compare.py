@@ -10,8 +10,7 @@ from twostroke.cluster.autoscaling.demand import decode_capacity
 from twostroke.cluster.autoscaling.samples import ScalingDecision
 from twostroke.cluster.autoscaling.scaling_decision import PolicyMemory, decide
 from twostroke.cluster.config.autoscaling import AutoscalingConfig
-from twostroke.planning.coarse.day import reversals
-from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, run
+from twostroke.planning.coarse.fleet import Change, CoarseFleet, Scaler, reversals, run
 from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseRequest
 from twostroke.planning.layouts import Mode, router_settings

@@ -10,8 +10,7 @@ import pytest
 
 from tests.simulation.autoscaling.compare import Fixed, Setting, serve_with_fleet
 from tests.simulation.autoscaling.traffic import bursts, steps
-from twostroke.planning.coarse.day import reversals
-from twostroke.planning.coarse.fleet import CoarseFleet, run
+from twostroke.planning.coarse.fleet import CoarseFleet, reversals, run
 from twostroke.planning.coarse.simulated_router import SimulatedRouter
 from twostroke.planning.coarse.workers import CoarseDecodeWorker, CoarseRequest
 from twostroke.planning.costs.profiles import SMALL

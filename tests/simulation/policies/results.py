@@ -8,7 +8,7 @@ from twostroke.router.routing.chooser import Policy, Roles
 from twostroke.router.slo.classes import SLOConfig
 from twostroke.simulator import deployment
 from twostroke.simulator.deployment import SimulatedRun, TracedRequest
-from twostroke.simulator.sim_router import PROMISE_NOTHING
+from twostroke.simulator.sim_fleet import PROMISE_NOTHING
 
 PREFILL_CACHE_TOKENS = 32_000
 """Cache of each prefill worker: less than all running conversations need, so that it matters who gets which."""

@@ -17,7 +17,7 @@ from tests.simulation.scenarios.scenario import (
     make_scenario,
     with_wishes,
 )
-from twostroke.simulator.sim_tiers import TierPlan
+from twostroke.simulator.sim_fleet import TierPlan
 
 STORAGE_FAULTS = (
     "fail_read",
