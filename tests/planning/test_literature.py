@@ -147,11 +147,12 @@ def test_lanes_of_a_transfer_carry_the_bytes_that_are_planned(name: str, ranks: 
         for block, size in zip((64, 16), ranks, strict=True)
     )
     carried = 0
-    for lane in rank_pairs(source, target):
-        cut, _ = pair_shards(lane, source, target, "raw")
-        first = first_units(source.groups, lane.layers, tokens, cut.unit_tokens, 0, lane.share)
+    for pair in rank_pairs(source, target):
+        shard, _ = pair_shards(pair, source, target, "raw")
+        first = first_units(source.groups, pair.layers, tokens, shard.unit_tokens, 0, pair.share)
         carried += (
-            sum(cut.share.below(tokens // cut.unit_tokens) - first[layer] for layer in lane.layers) * cut.unit_bytes
+            sum(shard.share.below(tokens // shard.unit_tokens) - first[layer] for layer in pair.layers)
+            * shard.unit_bytes
         )
     copies = max(1, ranks[1] // shape.num_kv_heads)
     assert carried == source.sent_bytes(tokens) * copies

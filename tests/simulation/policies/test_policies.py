@@ -75,7 +75,7 @@ def test_no_prompt_is_computed_twice_however_long_it_waits():
     assert num_computed_twice() == 0
 
 
-def _hear_nothing(lane: OutgoingPairTransfer) -> None:
+def _hear_nothing(pair: OutgoingPairTransfer) -> None:
     """The target's request waits for room, and the source's patience ends."""
 
 
