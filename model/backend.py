@@ -164,10 +164,9 @@ class Chosen:
 @dataclass(frozen=True)
 class ExpertPlaces:
     """Ranks that hold each of a layer's experts, copies included. Row r of a step takes, of an expert's n holders,
-    number r mod n, so each rank knows its part alone. Steps load both tables as they run."""
+    number r mod n, so each rank knows its part alone. Steps load the table as they run."""
 
     slots: Tensor  # int32 [experts, 1 + ranks], on the device: n, then each holder's slot, if that is this rank
-    holders: Tensor  # int64 [experts, 1 + ranks], on the host: n, then the holders
     number: int  # of this rank's slots; in `slots`: a holder elsewhere
 
 

@@ -28,7 +28,6 @@ from twostroke.model.backend import (
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
 from twostroke.model.config import KVHeads, ModelConfig, Routing
 from twostroke.model.costs.sizes import num_active_parameters
-from twostroke.model.parallel.experts import exchange_pays, sum_of_experts
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import OnLayer
 
@@ -476,11 +475,8 @@ class Decoder:
         if routed.scales_input:
             x = backend.gate_by_sigmoid(x, logits)
         y = routed.experts(x, chosen)
-        if beside is None:  # else an all-reduce is needed anyway
-            if not exchange_pays(y, routed.routing.top_k, self._parallel.shard):
-                return y, False
-            number, places = routed.routing.num_experts, routed.experts.places
-            return sum_of_experts(y, chosen.experts, number, self._parallel, places), True
+        if beside is None:
+            return y, False
         if routed.shared_gate is not None:
             beside = backend.gate_by_sigmoid(beside, routed.shared_gate(x, out_dtype=torch.float32))
         return backend.add(beside, y), False

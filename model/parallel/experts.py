@@ -1,19 +1,8 @@
-"""Experts among ranks: copies of them, sums of their outputs, and counts of how often each was chosen.
+"""Experts among ranks: copies of them, and counts of how often each was chosen.
 
 **Copies** lie in slots of a rank's own, which other ranks' experts are sent to (worker/experts/ decides which). A slot
 is its bytes, in whatever form weights are held. Pieces of any number of them go from rank to rank in one all-to-all;
 what steps read of the tables where experts are changes in place, so captured steps follow.
-
-**Sums** of the ranks' outputs go by an all-to-all instead of an all-reduce: fewer bytes, but a wait. Attention's sum
-has left all rows on all ranks, so a rank finds those for its experts at home, and nothing is sent to experts. All ranks
-route all tokens alike, so each knows how many rows the others will send it: no counts travel either. Results do. Of T
-tokens each rank owns ceil(T / ranks) in a row. A token's owner is sent the summands of the ranks that have one of its
-experts, and adds them; then all gather the sums.
-
-Of an all-reduce's 2 (n - 1) / n T rows, which a rank sends, the half that gathers remains. Of the half that adds, a
-token's row comes from the ranks that have one of its k experts alone: with n ranks and choices at random, (1 - 1 / n)^k
-of these rows are not sent. The price is a second collective, and that the host waits for the router's choices: a
-captured graph can't.
 
 **Counts**: kernels count where they sort tokens by expert; readers wait for no step. On a CPU the counts are the
 kernels' own. On a GPU they stay there: now and then a copy to the host is queued behind a step, and readers see the
@@ -43,34 +32,21 @@ STEP_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
 def make_places(shard: Shard, number: int, spare: int, device: torch.device) -> ExpertPlaces:
     """Return the places of a layer's `number` experts, with `spare` slots on each rank, which are empty at first."""
     held = shard.experts(number)
-    shape = (number, 1 + shard.size)
-    places = ExpertPlaces(
-        torch.zeros(shape, dtype=torch.int32, device=device),
-        torch.zeros(shape, dtype=torch.int64),
-        held.stop - held.start + spare,
-    )
+    slots = torch.zeros((number, 1 + shard.size), dtype=torch.int32, device=device)
+    places = ExpertPlaces(slots, held.stop - held.start + spare)
     use_copies(places, LayerCopies(0, ((),) * shard.size), shard.rank)
     return places
 
 
 def use_copies(places: ExpertPlaces, copies: LayerCopies, rank: int) -> None:
     """Change, in place, which copies this rank uses."""
-    slots, holders = torch.full(places.slots.shape, places.number, dtype=torch.int32), torch.zeros_like(places.holders)
-    for expert, found in enumerate(copies.holders(len(holders))):
-        slots[expert, 0] = holders[expert, 0] = len(found)
+    slots = torch.full(places.slots.shape, places.number, dtype=torch.int32)
+    for expert, found in enumerate(copies.holders(len(slots))):
+        slots[expert, 0] = len(found)
         for index, (holder, slot) in enumerate(found, start=1):
-            holders[expert, index] = holder
             if holder == rank:
                 slots[expert, index] = slot
     places.slots.copy_(slots)
-    places.holders.copy_(holders)
-
-
-def ranks_of(chosen: Tensor, places: ExpertPlaces) -> Tensor:
-    """chosen int [T, top_k] on the host -> the ranks that compute them, int64 [T, top_k]."""
-    experts = chosen.long()
-    copies = torch.arange(len(experts))[:, None] % places.holders[experts, 0]
-    return places.holders[experts, 1 + copies]
 
 
 class ExpertSlots:
@@ -138,51 +114,6 @@ class ExpertSlots:
                 found.append(whole[first:last])
             start += len(whole)
         return found
-
-
-MIN_SAVED_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
-"""Bytes that each rank must save in one sum to make up for the price: about 0.07 ms at 200 GB/s, and 0.5 ms over
-loopback."""
-
-
-def saved_bytes(tokens: int, row_bytes: int, top_k: int, ranks: int) -> float:
-    """Return the bytes that each rank sends in an all-reduce and not in an all-to-all."""
-    return (ranks - 1) / ranks * tokens * row_bytes * (1 - 1 / ranks) ** top_k
-
-
-def exchange_pays(y: Tensor, top_k: int, shard: Shard) -> bool:
-    """Return True if `sum_of_experts` should be taken for y [T, hidden]: the same answer on all ranks."""
-    if not shard.has_whole_experts or (y.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    saved = saved_bytes(y.shape[0], y.shape[1] * y.element_size(), top_k, shard.size)
-    return saved >= MIN_SAVED_BYTES[y.device.type]
-
-
-def sum_of_experts(
-    y: Tensor, experts: Tensor, number: int, parallel: TensorParallel, places: ExpertPlaces | None = None
-) -> Tensor:
-    """y [T, hidden], this rank's summand, -> the sum over the ranks, on all of them; added in fp32 and rounded once.
-
-    experts int32 [T, top_k] of `number`, the same on all ranks, and where they are. Waits until they are known.
-    """
-    (tokens, hidden), rank, size = y.shape, parallel.shard.rank, parallel.shard.size
-    owned = -(-tokens // size)
-    if places is not None:
-        holders = ranks_of(experts.cpu(), places)
-    else:
-        ends = torch.tensor([Shard(other, size, True).experts(number).stop for other in range(size)])
-        holders = torch.bucketize(experts.cpu(), ends, right=True)
-    # By token and rank, whether the rank has any of its experts.
-    is_from = torch.zeros((owned * size, size), dtype=torch.bool)
-    is_from[:tokens].scatter_(1, holders, True)
-    counts = is_from.view(size, owned, size).sum(1)  # by owner and rank that sends
-    mine = is_from[:, rank].nonzero()[:, 0].to(y.device)
-    received = counts[rank].tolist()
-    rows = parallel.exchange_rows(y[mine], counts[:, rank].tolist(), received)
-    total = torch.zeros((owned, hidden), device=y.device)
-    for is_sent, part in zip(is_from[rank * owned : (rank + 1) * owned].T, torch.split(rows, received), strict=True):
-        total[is_sent.nonzero()[:, 0].to(y.device)] += part  # a rank's rows are of different tokens
-    return parallel.gather_rows(total.to(y.dtype))[:tokens]
 
 
 COPY_S = 0.5

@@ -2,7 +2,7 @@
 
 Queries, keys, values, gate and up are cut by output rows, attention's output and down by input columns: a layer needs
 one sum over the ranks after its attention and one after its MLP. Embedding and LM head are cut by the vocabulary. A
-mixture's experts are cut as an MLP is, or divided whole: then a prompt's sum may go by experts.py.
+mixture's experts are cut as an MLP is, or divided whole.
 
 They meet in a torch.distributed process group of our own: gloo between CPUs, NCCL between GPUs. No default group is
 made: KV links have theirs, and a process may belong to several engines in tests. Nothing overlaps a sum with computing:

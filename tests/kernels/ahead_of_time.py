@@ -351,7 +351,7 @@ def experts(capability: int) -> None:
     )
     for weights, activation, quantization in kinds:
         backend.make_experts(weights, activation, quantization, torch.bfloat16)(x, chosen)
-    places = ExpertPlaces(torch.zeros((128, 9), dtype=torch.int32), torch.zeros((128, 9), dtype=torch.int64), number)
+    places = ExpertPlaces(torch.zeros((128, 9), dtype=torch.int32), number)
     copied = ExpertWeights(number, *plain, None, None, 0, 128, places)
     backend.make_experts(copied, "silu", "none", torch.bfloat16)(x, chosen)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from twostroke.model.cpu import latents
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
-from twostroke.model.parallel.experts import MIN_SAVED_BYTES, exchange_pays, saved_bytes, sum_of_experts
 from twostroke.model.parallel.form import ParallelForm, Shard, Stage
 from twostroke.model.parallel.ranked_engine import as_on_rank_0, for_ranks
 from twostroke.model.parallel.tensor_parallel import (
@@ -225,60 +223,6 @@ def test_results_over_parts_of_a_context_are_merged_at_the_ranks_that_have_the_h
     torch.testing.assert_close(found.float(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("shape", ["experts", "stacked experts with biases, sinks", "experts of Mixtral"])
-def test_ranks_that_exchange_rows_of_experts_draw_the_tokens_that_one_draws(
-    shape: str, write_checkpoint: Any, generate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write_checkpoint(seed=3, **SHAPES[shape])
-    prompts = [[3, 5, 7], torch.randint(90, (90,), generator=torch.Generator().manual_seed(1)).tolist()]
-    expected = generate(runner(folder, SingleRank()), prompts, 4, chunk=37, block_size=BLOCK_SIZE)
-    sums: list[int] = []
-    all_reduce = GroupRanks.all_reduce
-    monkeypatch.setattr(GroupRanks, "all_reduce", lambda group, x: (sums.append(len(x)), all_reduce(group, x))[1])
-    monkeypatch.setitem(MIN_SAVED_BYTES, "cpu", 0)
-    for size in (2, 4):
-        sums.clear()
-        with ranks(folder, size, has_whole_experts=True) as together:
-            found = generate(together, prompts, 4, chunk=37, block_size=BLOCK_SIZE)
-        assert found == expected
-        steps = len(sums) / size / (1 + load_model_config(folder).num_layers)
-        assert steps == int(steps)  # embeddings' and attentions' sums alone were all-reduced
-
-
-@pytest.mark.parametrize(("size", "number", "tokens"), [(2, 5, 7), (4, 6, 1), (4, 9, 50), (8, 8, 200)])
-def test_rows_of_experts_are_summed_on_all_ranks_with_the_bytes_that_are_counted_on(
-    size: int, number: int, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    experts = torch.rand(tokens, number, generator=generator).argsort(1)[:, :2].int()
-    summands = torch.randn(size, tokens, 12, generator=generator)
-    shards = [Shard(rank, size, True) for rank in range(size)]
-    for shard in shards:
-        held = shard.experts(number)
-        summands[shard.rank, ~((experts >= held.start) & (experts < held.stop)).any(1)] = 0.0
-    sent: list[int] = []
-    exchange = GroupRanks.exchange_rows
-
-    def counting(group: GroupRanks, rows: torch.Tensor, to: list[int], received: list[int]) -> torch.Tensor:
-        sent.append(sum(to) - to[group.shard.rank])
-        return exchange(group, rows, to, received)
-
-    monkeypatch.setattr(GroupRanks, "exchange_rows", counting)
-    rendezvous = Rendezvous("127.0.0.1")
-
-    def summed(shard: Shard) -> torch.Tensor:
-        group = GroupRanks(shard, rendezvous.address, CPU)
-        return sum_of_experts(summands[shard.rank], experts, number, group)
-
-    with ThreadPoolExecutor(size) as threads:
-        for found in threads.map(summed, shards):
-            torch.testing.assert_close(found, summands.sum(0))
-    if tokens == 200:
-        all_of_them = tokens * (size - 1)
-        saved = saved_bytes(tokens, 1, 2, size) * size
-        assert all_of_them - sum(sent) == pytest.approx(saved, rel=0.03)
-
-
 class TokensOnDevice:
     """Tokens that a sampler has launched, which nobody may wait for before `may_end`."""
 
@@ -408,25 +352,6 @@ def test_experts_are_divided_among_no_more_ranks_than_there_are_and_of_any_size(
         check_size(config, 8, has_whole_experts=True)
     with pytest.raises(ConfigError, match="expert_parallel: the model has no experts"):
         check_size(load_model_config(write_checkpoint()), 2, has_whole_experts=True)
-
-
-def test_rows_are_exchanged_where_that_saves_enough_and_never_in_a_captured_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def pays(tokens: int, shard: Shard, kind: str = "cuda") -> bool:
-        y: Any = SimpleNamespace(
-            is_cuda=kind == "cuda", shape=(tokens, 4096), element_size=lambda: 2, device=torch.device(kind)
-        )
-        return exchange_pays(y, top_k=2, shard=shard)
-
-    is_capturing = False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    whole = Shard(1, 4, has_whole_experts=True)
-    assert [pays(tokens, whole) for tokens in (1, 4854, 4855)] == [False, False, True]  # 3 / 4 (3 / 4)^2 8 KiB each
-    assert [pays(tokens, whole, "cpu") for tokens in (303, 304)] == [False, True]
-    assert not pays(10**6, Shard(1, 4))
-    is_capturing = True
-    assert not pays(10**6, whole)
 
 
 @pytest.mark.parametrize(
