@@ -132,8 +132,8 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class LatentHeads:
-    """Weights that turn latents into a layer's heads (model/config.py's LatentSizes). R is the size of a latent, P the
+class MLAHeads:
+    """Weights that turn latents into a layer's heads (model/config.py's MLASizes). R is the size of a latent, P the
     rotated part, N and V the sizes of a head's key and value."""
 
     keys: Tensor  # [H, N, R]
@@ -141,8 +141,8 @@ class LatentHeads:
     scale: float  # of scores
 
 
-class LatentAttention(Protocol):
-    """Attention to latents with its weights inside, laid out for the device."""
+class MLAAttention(Protocol):
+    """MLA with its weights inside, laid out for the device."""
 
     def __call__(
         self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
@@ -336,8 +336,8 @@ class Backend(Protocol):
     def gate_rows(self, x: Tensor, gates: Tensor) -> Tensor:
         """x [T, columns] times the sigmoids of gates [T, columns]; may be written into x."""
 
-    def make_latent_attention(self, heads: LatentHeads, parts: "ContextParts | None" = None) -> LatentAttention:
-        """A layer's attention to latents, over these weights, which are copied. `parts`: the cache that it will be
+    def make_mla(self, heads: MLAHeads, parts: "ContextParts | None" = None) -> MLAAttention:
+        """A layer's MLA, over these weights, which are copied. `parts`: the cache that it will be
         given has this rank's tokens of each block, and layouts say which these are; all ranks call it together."""
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:

@@ -35,7 +35,7 @@ class IndexSizes:
 
 
 @dataclass(frozen=True)
-class LatentSizes:
+class MLASizes:
     """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
 
     A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
@@ -246,8 +246,8 @@ class IndexSpec:
 
 
 @dataclass(frozen=True)
-class LatentSpec:
-    """Projections between a layer's input and `q`, `k` and `v`, where the layer attends to latents."""
+class MLASpec:
+    """Projections between a layer's input and `q`, `k` and `v`, where the layer is of MLA."""
 
     down: Projection  # to the latent and the keys' part that turns
     norm: str  # of the latent
@@ -342,9 +342,9 @@ class LayerSpec:
     k_row_norm: str | None = None
     attention_norm: str | None = None  # of what the attention adds to the residual
     output_norm: str | None = None  # of what the MLP adds
-    # Of a layer that attends to latents `k` and `v` are of the latent, and lie in one tensor: the first head's rows of
+    # Of a layer of MLA `k` and `v` are of the latent, and lie in one tensor: the first head's rows of
     # `k`, then of `v`, and so on; `v.first_row` is where they begin within a head's.
-    latent: LatentSpec | None = None
+    latent: MLASpec | None = None
     sinks: str | None = None  # the tensor of `AttentionForm.sinks`
     gates_output: bool = False  # `q` has a gate of the attention's output behind each head's queries
     normalises_values: bool = False  # a norm without weights of each head's values
@@ -422,7 +422,7 @@ class ModelShape:
     max_position: int  # positions the model accepts, prompt and output together
     # Of each layer: the last tokens that it attends to, itself included; 0: all; negative: a chunk's size. (): all.
     windows: tuple[int, ...] = ()
-    latent: LatentSizes | None = None  # there is one KV head then, and `head_dim` is the width of a row
+    latent: MLASizes | None = None  # there is one KV head then, and `head_dim` is the width of a row
     state: StateSizes | None = None  # of the layers whose window is STATE_WINDOW, where there are any
     # Of each layer, where they differ: `num_kv_heads` and `head_dim` are then the cache's, which have the narrowest
     # layer's width, and other widths are multiples. Layers with the same window are alike.

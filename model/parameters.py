@@ -14,9 +14,9 @@ from twostroke.model.config import (
     ConvolutionSpec,
     DeltaSpec,
     ExpertsSpec,
-    LatentSizes,
-    LatentSpec,
     MambaSpec,
+    MLASizes,
+    MLASpec,
     MlpSpec,
     ModelConfig,
     Projection,
@@ -250,7 +250,7 @@ def layer_modules(config: ModelConfig, layer: int) -> list[Module]:
     if config.state is not None and spec.state is not None and config.keeps_state(layer):
         found += _state_modules(spec.state, config.state, prefix, hidden)
     elif config.latent is not None and spec.latent is not None:
-        found += _latent_modules(config, spec.latent, config.latent, prefix, layer)
+        found += _mla_modules(config, spec.latent, config.latent, prefix, layer)
     else:
         found += _attention_modules(config, prefix, layer)
     if mlp_prefix is not None:
@@ -301,10 +301,8 @@ def _attention_modules(config: ModelConfig, prefix: str, layer: int) -> list[Mod
     return [*found, Module("qkv", "projection", tuple(qkv)), *gates, Module("output", "projection", (output,))]
 
 
-def _latent_modules(
-    config: ModelConfig, latent: LatentSpec, sizes: LatentSizes, prefix: str, layer: int
-) -> list[Module]:
-    """Return the modules of attention to latents: projections to latents are whole on each rank."""
+def _mla_modules(config: ModelConfig, latent: MLASpec, sizes: MLASizes, prefix: str, layer: int) -> list[Module]:
+    """Return the modules of MLA: projections to latents are whole on each rank."""
     spec, heads, hidden, rank = config.spec.layer, config.num_heads, Span(0, config.hidden_size), sizes.rank
     order = head_order(config.rope, sizes.rotary)
     down, up = Span(0, rank + sizes.rotary), Span(0, heads * (sizes.key + sizes.value), "equal")

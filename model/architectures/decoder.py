@@ -1,5 +1,5 @@
-"""The decoder of all families, over loaded weights: layers of grouped-query attention, of attention to latents, or with
-a state (states.py), and an MLP, or experts, with norms before each of them, or behind, or both.
+"""The decoder of all families, over loaded weights: layers of grouped-query attention, of MLA, or with a state
+(states.py), and an MLP, or experts, with norms before each of them, or behind, or both.
 
 Tokens of all sequences of a step are flattened into one [T, hidden] tensor; where they stand is in the BatchLayout.
 Weights and activations share one dtype, which is the cache's, too, unless that is FP8; norms, rotation and attention
@@ -21,8 +21,8 @@ from twostroke.model.backend import (
     Experts,
     GroupNorm,
     HeadNorms,
-    LatentAttention,
     Linear,
+    MLAAttention,
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout, Drawing, StepInput
@@ -33,8 +33,8 @@ from twostroke.model.step import OnLayer
 
 
 @dataclass(frozen=True)
-class LatentWeights:
-    """Weights of a layer that attends to latents: the projections to latents, whole on each rank, and this rank's heads
+class MLAWeights:
+    """Weights of a layer of MLA: the projections to latents, whole on each rank, and this rank's heads
     of the queries. Norms are fp32."""
 
     down: Linear  # hidden -> latent, and the keys' part that turns
@@ -43,7 +43,7 @@ class LatentWeights:
     query_norm: Tensor | None  # of the queries' latent
     query: Linear
     eps: float
-    attention: LatentAttention
+    attention: MLAAttention
     index: ContextIndex | None  # None: all tokens are attended to, or those that the layer before attends to
 
 
@@ -88,7 +88,7 @@ class EmbeddingGate:
     norm: Tensor  # fp32 [hidden]
 
 
-Mixer = Linear | LatentWeights | StateMixer[Any]
+Mixer = Linear | MLAWeights | StateMixer[Any]
 """Part of a layer that mixes tokens: projections to queries, keys and values, or to latents, or what keeps a state."""
 
 
@@ -368,7 +368,7 @@ class Decoder:
             asking: IndexQueries | None = None
             if isinstance(layer.qkv, StateMixer):
                 q = layer.qkv(x, kv_layer, layout)
-            elif isinstance(layer.qkv, LatentWeights):
+            elif isinstance(layer.qkv, MLAWeights):
                 q, asking = self._write_latents(x, layer, layer.qkv, kv_layer, layout)
             else:
                 q = self._write_kv(x, layer, layer.qkv, kv_layer if place.own else kv_layer[:, :, :0], layout)
@@ -388,7 +388,7 @@ class Decoder:
                 layout = layouts[place.table]
             if isinstance(layer.qkv, StateMixer):
                 x = q if layer.qkv.norm is None else self._norm_groups(q, layer.qkv.norm)
-            elif isinstance(layer.qkv, LatentWeights):
+            elif isinstance(layer.qkv, MLAWeights):
                 if asking is not None and layer.qkv.index is not None:
                     chosen = layer.qkv.index.choose(asking, kv_layer, layout)
                 x = layer.qkv.attention(q, layer.cos_sin, kv_layer, layout, chosen)
@@ -421,7 +421,7 @@ class Decoder:
         return backend.add(x, residual)
 
     def _write_latents(
-        self, x: Tensor, layer: LayerWeights, latents: LatentWeights, kv_layer: Tensor, layout: BatchLayout
+        self, x: Tensor, layer: LayerWeights, latents: MLAWeights, kv_layer: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, IndexQueries | None]:
         """Write a layer's latents into the cache. Returns the queries, one row per token, and those of its index where
         some token is to choose."""

@@ -13,11 +13,11 @@ from twostroke.model.architectures.decoder import (
     DecoderWeights,
     EmbeddingGate,
     EndWeights,
-    LatentWeights,
     LayerEmbedding,
     LayerNorms,
     LayerWeights,
     Mixer,
+    MLAWeights,
     MlpWeights,
     MtpWeights,
     NormsBeside,
@@ -35,16 +35,16 @@ from twostroke.model.backend import (
     GroupNorm,
     HeadNorms,
     KVScales,
-    LatentHeads,
     LayerNorm,
     Linear,
     LoadOptions,
+    MLAHeads,
     RowNorms,
 )
 from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_the_other
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
-from twostroke.model.config import KVHeads, LatentSpec, MambaSpec, ModelConfig, Quantization
+from twostroke.model.config import KVHeads, MambaSpec, MLASpec, ModelConfig, Quantization
 from twostroke.model.costs.sizes import of_lm_head
 from twostroke.model.parallel.experts import make_places
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
@@ -66,7 +66,7 @@ def load_decoder_weights(
 ) -> DecoderWeights:
     """Return the weights of one rank of a stage, which reads only its own slices. Raises ConfigError.
 
-    `context_parts` as to Backend.make_latent_attention.
+    `context_parts` as to Backend.make_mla.
     """
     layers = stage.layers(config.num_layers)
     rotated = {index: (config.rope_of(index), config.rotary_dim(index)) for index in layers}
@@ -322,22 +322,22 @@ class _LayerLoader:
         q, k = self._modules.vector("q_row_norm"), self._modules.vector("k_row_norm")
         return RowNorms(q, k, self._loader.shard.size, self._config.rms_norm_eps)
 
-    def _latents(self, latent: LatentSpec) -> LatentWeights:
+    def _latents(self, latent: MLASpec) -> MLAWeights:
         modules, config, sizes = self._modules, self._config, self._config.latent
         if sizes is None:
             raise TypeError(f"{latent} has no sizes")
         up = self._loader.plain(self._loader.weight(modules["latent.up"]))
         both = up.view(-1, sizes.key + sizes.value, sizes.rank)
         keys, values = both[:, : sizes.key], both[:, sizes.key :].transpose(1, 2)
-        heads = LatentHeads(keys, values, config.attention_scale)
-        return LatentWeights(
+        heads = MLAHeads(keys, values, config.attention_scale)
+        return MLAWeights(
             down=modules.linear("latent.down"),
             norm=modules.vector("latent.norm"),
             query_down=modules.linear_or_none("latent.query_down"),
             query_norm=modules.vector_or_none("latent.query_norm"),
             query=modules.linear("latent.query"),
             eps=latent.norm_eps,
-            attention=self._loader.backend.make_latent_attention(heads, self._context_parts),
+            attention=self._loader.backend.make_mla(heads, self._context_parts),
             index=self._context_index(latent.norm_eps) if "index.key" in modules else None,
         )
 

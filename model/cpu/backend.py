@@ -17,15 +17,15 @@ from twostroke.model.backend import (
     GroupNorm,
     HeadNorms,
     KVScales,
-    LatentHeads,
     LayerNorm,
     Linear,
+    MLAHeads,
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization, Routing
-from twostroke.model.cpu import latents, linears
+from twostroke.model.cpu import linears, mla
 from twostroke.model.cpu.experts import make_experts
 from twostroke.model.cpu.kernels import attention, elementwise, experts, states
 from twostroke.model.cpu.kernels.core_lending import CoreLending
@@ -163,11 +163,9 @@ class CpuBackend:
         """Implement Backend.gate_rows; writes into x."""
         return elementwise.gate_rows(self.launcher, x, gates)
 
-    def make_latent_attention(
-        self, heads: LatentHeads, parts: ContextParts | None = None
-    ) -> latents.CpuLatentAttention:
-        """Implement Backend.make_latent_attention."""
-        return latents.CpuLatentAttention(heads, self.launcher, parts)
+    def make_mla(self, heads: MLAHeads, parts: ContextParts | None = None) -> mla.CpuMLA:
+        """Implement Backend.make_mla."""
+        return mla.CpuMLA(heads, self.launcher, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         """Implement Backend.gated."""

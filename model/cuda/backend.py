@@ -18,8 +18,8 @@ from twostroke.model.backend import (
     ExpertWeights,
     HeadNorms,
     KVScales,
-    LatentHeads,
     Linear,
+    MLAHeads,
 )
 from twostroke.model.batch import BatchLayout
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
@@ -49,10 +49,10 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
     grouped_gemm,
     pack_groups,
 )
-from twostroke.model.cuda.kernels.latents import write_latents
 from twostroke.model.cuda.kernels.launch import GpuTarget
+from twostroke.model.cuda.kernels.mla import write_latents
 from twostroke.model.cuda.kernels.states import CudaStates
-from twostroke.model.cuda.latents import CudaLatentAttention
+from twostroke.model.cuda.mla import CudaMLA
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key
 from twostroke.model.parallel.tensor_parallel import ContextParts
 
@@ -373,8 +373,8 @@ class CudaBackend:
         """Implement Backend.gate_columns."""
         return elementwise.gate(torch.cat((gates, x[:, first : first + gates.shape[1]]), dim=1), activation)
 
-    def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> CudaLatentAttention:
-        return CudaLatentAttention(heads, self._target, parts)
+    def make_mla(self, heads: MLAHeads, parts: ContextParts | None = None) -> CudaMLA:
+        return CudaMLA(heads, self._target, parts)
 
     def gated(self, x: Tensor, gate_up: Linear, activation: Activation) -> Tensor:
         if activation == "relu2":

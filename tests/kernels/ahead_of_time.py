@@ -37,7 +37,7 @@ from twostroke.model.backend import (
     ExpertWeights,
     GroupNorm,
     HeadNorms,
-    LatentHeads,
+    MLAHeads,
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout
@@ -64,8 +64,8 @@ from twostroke.model.cuda.kernels.kv_units import (
     packed_places,
     paged_places,
 )
-from twostroke.model.cuda.kernels.latents import latent_decode, latent_decode_config
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
+from twostroke.model.cuda.kernels.mla import latent_decode, latent_decode_config
 from twostroke.model.cuda.kernels.states import CudaStates
 from twostroke.model.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 
@@ -200,7 +200,7 @@ def states(capability: int) -> None:
 
 
 def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
-    """Attention to latents of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128; with 16
+    """MLA of V3's sizes, and the write of them, in bf16, with 16 heads of a rank and with 128; with 16
     also in rows of V3.2's sizes, which have an index's key behind."""
     block_size = 64
 
@@ -213,11 +213,11 @@ def latents(capability: int, all_heads: Sequence[int] = (16, 128)) -> None:
     backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, kv_layer, layout)
     wide = empty(4096, 1, 1, block_size, 704)
     backend.write_latents(empty(1003, 576), empty(512, dtype=torch.float32), 1e-6, cos_sin, wide, layout)
-    backend.make_latent_attention(LatentHeads(empty(16, 128, 512), empty(16, 512, 128), 0.1))(
+    backend.make_mla(MLAHeads(empty(16, 128, 512), empty(16, 512, 128), 0.1))(
         empty(1003, 16 * 192), cos_sin, wide, layout
     )
     for heads in all_heads:
-        attention = backend.make_latent_attention(LatentHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
+        attention = backend.make_mla(MLAHeads(empty(heads, 128, 512), empty(heads, 512, 128), 0.1))
         attention(empty(1003, heads * 192), cos_sin, kv_layer, layout)
         # Over parts of blocks, of so many tokens, as ranks that share contexts attend.
         config = latent_decode_config(TARGETS[capability], heads, torch.bfloat16, layout.max_context_len)

@@ -17,9 +17,9 @@ from twostroke.model.backend import (
     ExpertWeights,
     HeadNorms,
     KVScales,
-    LatentAttention,
-    LatentHeads,
     Linear,
+    MLAAttention,
+    MLAHeads,
 )
 from twostroke.model.batch import BatchLayout, local_lengths
 from twostroke.model.checkpoint.quantization import QuantizedWeight
@@ -125,9 +125,9 @@ def in_fp8(case: PagedCase) -> PagedCase:
 
 
 @dataclass(frozen=True)
-class LatentCase:
+class MLACase:
     q: Tensor  # [T, H (N + P)]
-    heads: LatentHeads
+    heads: MLAHeads
     kv_layer: Tensor  # [num_blocks, 1, 1, block_size, R + P]; NaN but for slots of a context
     cos_sin: Tensor
     layout: BatchLayout
@@ -159,7 +159,7 @@ def latent_case(
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
     behind: int = 0,
-) -> LatentCase:
+) -> MLACase:
     """Random queries, weights and latents, with scores of about 1. `behind` a row there is more in the cache."""
     layout, num_blocks = make_layout(lengths, block_size)
     generator = torch.Generator().manual_seed(rank)
@@ -173,15 +173,15 @@ def latent_case(
         blocks = layout.block_tables[row][tokens // block_size].long()
         kv_layer[blocks, 0, 0, tokens % block_size, : rank + rotary] = random(context, rank + rotary)
     q = random(int(layout.query_starts[-1]), heads * (key + rotary))
-    weights = LatentHeads(
+    weights = MLAHeads(
         random(heads, key, rank, scale=rank**-0.5), random(heads, rank, value, scale=rank**-0.5), (key + rotary) ** -0.5
     )
     longest = max(context for _, context in lengths)
     angles = torch.outer(torch.arange(longest), 0.7 ** torch.arange(rotary // 2))
-    return LatentCase(q, weights, kv_layer, torch.cat((angles.cos(), angles.sin()), dim=1), layout)
+    return MLACase(q, weights, kv_layer, torch.cat((angles.cos(), angles.sin()), dim=1), layout)
 
 
-def over_ranks(case: LatentCase, size: int, attend: Callable[[LatentCase, GroupRanks], Tensor]) -> Tensor:
+def over_ranks(case: MLACase, size: int, attend: Callable[[MLACase, GroupRanks], Tensor]) -> Tensor:
     """Return the result of `size` ranks that share each block's tokens, each for its part of the heads, as threads."""
     rendezvous, block_size, all_heads = Rendezvous("127.0.0.1"), case.kv_layer.shape[3], len(case.heads.keys)
     q = case.q.view(len(case.q), all_heads, -1)
@@ -235,7 +235,7 @@ class ReferenceBackend:
     ) -> None:
         reference.write_latents(rows, norm, eps, cos_sin, kv_layer, layout.positions, layout.slots)
 
-    def make_latent_attention(self, heads: LatentHeads, parts: ContextParts | None = None) -> LatentAttention:
+    def make_mla(self, heads: MLAHeads, parts: ContextParts | None = None) -> MLAAttention:
         assert parts is None
 
         def attend(

@@ -18,7 +18,7 @@ from twostroke.model.backend import (
     ExpertWeights,
     HeadNorms,
     KVScales,
-    LatentHeads,
+    MLAHeads,
     RowNorms,
 )
 from twostroke.model.batch import BatchLayout
@@ -264,7 +264,7 @@ def write_latents(
 
 def attend_to_latents(
     q: Tensor,
-    heads: LatentHeads,
+    heads: MLAHeads,
     cos_sin: Tensor,
     kv_layer: Tensor,
     layout: BatchLayout,
@@ -297,7 +297,7 @@ def attend_to_latents(
     return out.flatten(1)
 
 
-def _parts_of_queries(q: Tensor, heads: LatentHeads) -> tuple[Tensor, Tensor]:
+def _parts_of_queries(q: Tensor, heads: MLAHeads) -> tuple[Tensor, Tensor]:
     """[T, H, N] and [T, H, P]."""
     count, still, _ = heads.keys.shape
     whole = q.view(len(q), count, -1)

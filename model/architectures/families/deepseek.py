@@ -23,8 +23,8 @@ from twostroke.model.config import (
     ExpertsSpec,
     IndexSizes,
     IndexSpec,
-    LatentSizes,
-    LatentSpec,
+    MLASizes,
+    MLASpec,
     MlpSpec,
     ModelConfig,
     MtpSpec,
@@ -205,7 +205,7 @@ def _read(
     has_whole_heads: bool = False,
 ) -> ModelConfig:
     """`has_whole_heads`: what is said of heads and their part that turns is of all of a query, not of that part."""
-    sizes = LatentSizes(
+    sizes = MLASizes(
         rank=fields.integer("kv_lora_rank", default=512),
         rotary=fields.integer("qk_rope_head_dim", default=64),
         key=fields.integer("qk_nope_head_dim", default=128),
@@ -231,7 +231,7 @@ def _read(
         q=query,
         k=Projection(up),
         v=Projection(up, first_row=sizes.key),
-        latent=LatentSpec(
+        latent=MLASpec(
             down=Projection("self_attn.kv_a_proj_with_mqa", bias),
             norm="self_attn.kv_a_layernorm",
             query_down=Projection("self_attn.q_a_proj", bias) if sizes.query_rank else None,

@@ -6,7 +6,7 @@ import pytest
 
 from twostroke.model.config import (
     IndexSizes,
-    LatentSizes,
+    MLASizes,
     ModelShape,
 )
 from twostroke.model.costs.operations import NumberFormats, StepWork, decode_operations, step_work
@@ -66,7 +66,7 @@ def test_layers_with_windows_add_nothing_for_a_longer_context() -> None:
 
 
 def test_beyond_what_is_attended_to_a_token_adds_a_key_of_the_index_and_its_scores() -> None:
-    latent = LatentSizes(rank=16, rotary=4, key=8, value=8, query_rank=12)
+    latent = MLASizes(rank=16, rotary=4, key=8, value=8, query_rank=12)
     indexed = replace(latent, index=IndexSizes(heads=3, key=6, top_k=32, sharing=frozenset({1})))
     shape, dense = (ModelShape(**{**vars(TINY), "head_dim": one.row, "latent": one}) for one in (indexed, latent))
     work = step_work(shape)

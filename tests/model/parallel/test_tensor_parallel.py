@@ -25,7 +25,7 @@ from twostroke.model.checkpoint.decoder_weights import load_decoder_weights
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.costs.sizes import COMMUNICATOR_BYTES, CUDA_CONTEXT_BYTES, StepBounds, check_size
-from twostroke.model.cpu import latents
+from twostroke.model.cpu import mla
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import largest_batch, load_engine, measure_gpu
@@ -173,7 +173,7 @@ def test_ranks_that_share_the_tokens_of_latents_draw_the_tokens_that_one_draws(
     folder = write_checkpoint(seed=3, **FAMILY_SHAPES["deepseek_v3_experts"])
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(90, (length,), generator=generator).tolist() for length in LENGTHS]
-    monkeypatch.setattr(latents, "PART_TOKENS", 32)  # so that a prompt's context comes in several parts
+    monkeypatch.setattr(mla, "PART_TOKENS", 32)  # so that a prompt's context comes in several parts
 
     def tokens(runner: Any) -> list[list[int]]:
         answers: list[list[int]] = generate(runner, prompts, NEW_TOKENS, chunk=37, block_size=BLOCK_SIZE)

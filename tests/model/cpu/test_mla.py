@@ -1,13 +1,13 @@
-"""Attention to latents on CPUs against the plain torch reference; what no kernel may read is NaN."""
+"""MLA on CPUs against the plain torch reference; what no kernel may read is NaN."""
 
 import pytest
 import torch
 
-from tests.kernels.paged_cases import LatentCase, latent_case, over_ranks
+from tests.kernels.paged_cases import MLACase, latent_case, over_ranks
 from tests.rigs import reference
 from twostroke.model.architectures import context_index
 from twostroke.model.backend import LayerNorm
-from twostroke.model.cpu import latents
+from twostroke.model.cpu import mla
 from twostroke.model.cpu.kernels.elementwise import write_index_keys, write_latents
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.linears import is_supported
@@ -23,8 +23,8 @@ SHAPES = [
 ]
 
 
-def check(case: LatentCase, chosen: torch.Tensor | None = None) -> None:
-    attention = latents.CpuLatentAttention(case.heads, Launcher())
+def check(case: MLACase, chosen: torch.Tensor | None = None) -> None:
+    attention = mla.CpuMLA(case.heads, Launcher())
     out = attention(case.q, case.cos_sin, case.kv_layer, case.layout, chosen)
     tolerance = 2e-5 if case.q.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, case.expected(chosen), rtol=tolerance, atol=tolerance)
@@ -74,7 +74,7 @@ def test_decodes_can_be_recorded(dtype: torch.dtype) -> None:
     if not is_supported(dtype):
         pytest.skip(f"on this CPU torch multiplies in {dtype}, and no step of latents is recorded")
     case, launcher = latent_case(DECODES, dtype=dtype), Launcher()
-    attention = latents.CpuLatentAttention(case.heads, launcher)
+    attention = mla.CpuMLA(case.heads, launcher)
     with torch.inference_mode(), launcher.recording() as program:
         out = launcher.arena.borrow(attention(case.q, case.cos_sin, case.kv_layer, case.layout))
     program.replay()
@@ -83,7 +83,7 @@ def test_decodes_can_be_recorded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_a_context_are_merged(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latents, "PART_TOKENS", 32)
+    monkeypatch.setattr(mla, "PART_TOKENS", 32)
     check(latent_case([(60, 60), (50, 131), (40, 192)], dtype=dtype))
 
 
@@ -95,8 +95,8 @@ def test_ranks_that_share_the_tokens_of_a_context_equal_the_reference(
 ) -> None:
     case = latent_case([*DECODES, *CHUNKS], dtype=dtype, **({"heads": 4} | shape))
 
-    def attend(part: LatentCase, group: GroupRanks) -> torch.Tensor:
-        attention = latents.CpuLatentAttention(part.heads, Launcher(), ContextParts(group))
+    def attend(part: MLACase, group: GroupRanks) -> torch.Tensor:
+        attention = mla.CpuMLA(part.heads, Launcher(), ContextParts(group))
         return attention(part.q, part.cos_sin, part.kv_layer, part.layout)
 
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
@@ -104,7 +104,7 @@ def test_ranks_that_share_the_tokens_of_a_context_equal_the_reference(
 
 
 def test_a_cpu_without_our_instructions_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latents, "is_supported", lambda dtype: False)
+    monkeypatch.setattr(mla, "is_supported", lambda dtype: False)
     check(latent_case([(1, 40), (50, 131)]))
 
 

@@ -1,4 +1,4 @@
-"""Attention to latents on CUDA: products by cuBLAS, what is between them by Triton (kernels/latents.py)."""
+"""MLA on CUDA: products by cuBLAS, what is between them by Triton (kernels/mla.py)."""
 
 from dataclasses import replace
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from twostroke.model.architectures.context_index import gathered
-from twostroke.model.backend import LatentHeads
+from twostroke.model.backend import MLAHeads
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.attention import chunks_of
-from twostroke.model.cuda.kernels.latents import (
+from twostroke.model.cuda.kernels.launch import GpuTarget
+from twostroke.model.cuda.kernels.mla import (
     latent_decode,
     latent_decode_config,
     latent_part,
     latent_part_config,
     turn_queries,
 )
-from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.parallel.tensor_parallel import ContextParts
 
 PART_TOKENS = 8192
@@ -25,13 +25,13 @@ PART_TOKENS = 8192
 _SPLIT = 1 << 10  # enough tokens that a context may be split
 
 
-class CudaLatentAttention:
-    """Implements model.backend.LatentAttention.
+class CudaMLA:
+    """Implements model.backend.MLAAttention.
 
     Decodes absorb; prompts' queries meet keys and values made of the context, part after part.
     """
 
-    def __init__(self, heads: LatentHeads, target: GpuTarget, parts: ContextParts | None = None):
+    def __init__(self, heads: MLAHeads, target: GpuTarget, parts: ContextParts | None = None):
         self._target = target
         self._parts = parts
         self._keys = heads.keys.contiguous()  # [H, N, R]
@@ -42,7 +42,7 @@ class CudaLatentAttention:
     def __call__(
         self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
     ) -> Tensor:
-        """Implement LatentAttention; writes into q. The first call compiles what any later one could need.
+        """Implement MLAAttention; writes into q. The first call compiles what any later one could need.
 
         Where tokens are chosen, each query is a decode over these.
         """

@@ -1,4 +1,4 @@
-"""Attention to latents on CPUs (DeepSeek-AI 2024, section 2.1): what is written into the cache, and what heads make of
+"""MLA on CPUs (DeepSeek-AI 2024, section 2.1): what is written into the cache, and what heads make of
 it.
 
 Where few queries meet a context, what would make keys of its latents goes into the queries instead, and values are made
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from twostroke.model.architectures.context_index import gathered
-from twostroke.model.backend import AttentionForm, LatentHeads
+from twostroke.model.backend import AttentionForm, MLAHeads
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import attention
 from twostroke.model.cpu.kernels.elementwise import turn_queries
@@ -67,13 +67,13 @@ class PackedHeadLinear:
         gemm.multiply_heads(self._launcher, x, self._packed, self._bias, out)
 
 
-class CpuLatentAttention:
-    """Implements model.backend.LatentAttention.
+class CpuMLA:
+    """Implements model.backend.MLAAttention.
 
     What makes keys of latents is held twice: as it is, and turned round, as it goes into queries.
     """
 
-    def __init__(self, heads: LatentHeads, launcher: Launcher, parts: ContextParts | None = None):
+    def __init__(self, heads: MLAHeads, launcher: Launcher, parts: ContextParts | None = None):
         self._launcher = launcher
         self._parts = parts
         self._num_heads, self._key, self._rank = heads.keys.shape
@@ -86,7 +86,7 @@ class CpuLatentAttention:
     def __call__(
         self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
     ) -> Tensor:
-        """Implement LatentAttention. Where tokens are chosen, each query is a decode over these."""
+        """Implement MLAAttention. Where tokens are chosen, each query is a decode over these."""
         count, decodes = len(q), layout.num_decodes
         q = q.view(count, self._num_heads, -1)
         out = self._launcher.empty((count, self._num_heads, self._value), q.dtype)

@@ -1,4 +1,4 @@
-"""Attention to latents by Triton's kernels against the plain torch reference; what no kernel may read is NaN."""
+"""MLA by Triton's kernels against the plain torch reference; what no kernel may read is NaN."""
 
 import threading
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.paged_cases import LatentCase, assert_close, latent_case, over_ranks
+from tests.kernels.paged_cases import MLACase, assert_close, latent_case, over_ranks
 from tests.rigs import reference
 from twostroke.model.architectures import context_index
-from twostroke.model.cuda import latents
-from twostroke.model.cuda.kernels.latents import write_latents
+from twostroke.model.cuda import mla
 from twostroke.model.cuda.kernels.launch import H100, Architecture, GpuTarget
+from twostroke.model.cuda.kernels.mla import write_latents
 from twostroke.model.parallel.tensor_parallel import ContextParts, GroupRanks
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -20,8 +20,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SMALL = GpuTarget(Architecture.SMALL, multiprocessors=3)
 
 
-def check(case: LatentCase, target: GpuTarget, chosen: torch.Tensor | None = None) -> None:
-    attention = latents.CudaLatentAttention(case.heads, target)
+def check(case: MLACase, target: GpuTarget, chosen: torch.Tensor | None = None) -> None:
+    attention = mla.CudaMLA(case.heads, target)
     out = attention(case.q.clone(), case.cos_sin, case.kv_layer, case.layout, chosen)
     assert_close(out, case.expected(chosen), scale=2.0)
 
@@ -60,7 +60,7 @@ def test_heads_of_any_number_and_width(shape: dict[str, Any]) -> None:
 
 
 def test_parts_of_contexts_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latents, "PART_TOKENS", 64)  # of three chunks: one block each
+    monkeypatch.setattr(mla, "PART_TOKENS", 64)  # of three chunks: one block each
     check(latent_case([(40, 40), (17, 75), (2, 90)]), SMALL)
 
 
@@ -103,15 +103,13 @@ class OneAtATime(ContextParts):
 def test_ranks_that_share_the_tokens_of_a_context_equal_the_reference(
     ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latents, "PART_TOKENS", 64)
+    monkeypatch.setattr(mla, "PART_TOKENS", 64)
     # The first context has tokens on one rank alone, and with so few programs the longest is split.
     case = latent_case([(1, 1), (1, 16), (1, 150), (3, 3), (20, 50)], heads=4, dtype=dtype)
 
-    def attend(part: LatentCase, group: GroupRanks) -> torch.Tensor:
+    def attend(part: MLACase, group: GroupRanks) -> torch.Tensor:
         parts = OneAtATime(group)
         with parts.running:
-            return latents.CudaLatentAttention(part.heads, SMALL, parts)(
-                part.q, part.cos_sin, part.kv_layer, part.layout
-            )
+            return mla.CudaMLA(part.heads, SMALL, parts)(part.q, part.cos_sin, part.kv_layer, part.layout)
 
     assert_close(over_ranks(case, ranks, attend), case.expected(), scale=4.0)

@@ -1,4 +1,4 @@
-"""Attention to latents (DeepSeek-AI 2024, section 2.1): the write into the cache, decodes, and parts of prompts.
+"""MLA (DeepSeek-AI 2024, section 2.1): the write into the cache, decodes, and parts of prompts.
 
 A row of the cache is a token's latent, R numbers, and P that turn; rows are keys and values of all heads alike. q [T,
 H, N + P], of each head what turns last, contiguous; kv_layer [num_blocks, 1, 1, block_size, R + P], of rows that may be
@@ -122,7 +122,7 @@ def turn_queries(q: Tensor, key: int, cos_sin: Tensor, positions: Tensor) -> Non
 
 
 @dataclass(frozen=True, slots=True)
-class LatentDecodeConfig:
+class MLADecodeConfig:
     """Tiling of one launch."""
 
     block_m: int  # heads of a program
@@ -143,12 +143,12 @@ _DECODE: dict[Architecture, tuple[int, int, int, int]] = {
 _FP32_DECODE = (16, 16, 8, 2)
 
 
-def latent_decode_config(target: GpuTarget, heads: int, dtype: torch.dtype, max_context_len: int) -> LatentDecodeConfig:
+def latent_decode_config(target: GpuTarget, heads: int, dtype: torch.dtype, max_context_len: int) -> MLADecodeConfig:
     """The table's row for a batch."""
     most, block_n, warps, stages = _FP32_DECODE if dtype == torch.float32 else _DECODE[target.architecture]
     block_m = max(16, min(most, power_of_two(heads)))
     split = split_config(target, -(-heads // block_m), max_context_len, block_n)
-    return LatentDecodeConfig(block_m, block_n, warps, stages, split)
+    return MLADecodeConfig(block_m, block_n, warps, stages, split)
 
 
 @triton.jit(do_not_specialize=["context_lens", "block_tables", "table_stride", "num_rows"])
@@ -263,7 +263,7 @@ def latent_decode(
     layout: BatchLayout,
     scale: float,
     out: Tensor,
-    config: LatentDecodeConfig,
+    config: MLADecodeConfig,
     log_sums: Tensor | None = None,
 ) -> None:
     """The layout's decodes, whose rows come first: mixtures of latents to out [B, H, R]; zeros for an empty context.
@@ -288,7 +288,7 @@ def latent_decode(
 
 
 @dataclass(frozen=True, slots=True)
-class LatentPartConfig:
+class MLAPartConfig:
     """Tiling of one launch."""
 
     block_m: int  # queries of a tile
@@ -297,15 +297,15 @@ class LatentPartConfig:
     num_stages: int
 
 
-_PARTS: dict[Architecture, LatentPartConfig] = {
-    Architecture.HOPPER: LatentPartConfig(128, 64, 8, 3),
-    Architecture.AMPERE: LatentPartConfig(128, 32, 8, 3),
-    Architecture.SMALL: LatentPartConfig(64, 32, 4, 2),
+_PARTS: dict[Architecture, MLAPartConfig] = {
+    Architecture.HOPPER: MLAPartConfig(128, 64, 8, 3),
+    Architecture.AMPERE: MLAPartConfig(128, 32, 8, 3),
+    Architecture.SMALL: MLAPartConfig(64, 32, 4, 2),
 }
-_FP32_PARTS = LatentPartConfig(16, 16, 4, 2)
+_FP32_PARTS = MLAPartConfig(16, 16, 4, 2)
 
 
-def latent_part_config(architecture: Architecture, dtype: torch.dtype) -> LatentPartConfig:
+def latent_part_config(architecture: Architecture, dtype: torch.dtype) -> MLAPartConfig:
     """The table's row."""
     return _FP32_PARTS if dtype == torch.float32 else _PARTS[architecture]
 
@@ -413,7 +413,7 @@ def latent_part(
     start: int,
     scale: float,
     state: tuple[Tensor, Tensor],
-    config: LatentPartConfig,
+    config: MLAPartConfig,
 ) -> None:
     """Let all chunks' queries attend to one part of their contexts as well, from position `start` on.
 
