@@ -29,7 +29,7 @@ from twostroke.loadtests.generator.run_facts import machine_facts
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
-from twostroke.model.machine_limits import ROUNDS, measure_rounds, row_of
+from twostroke.model.machine_limits import ROUNDS, hardware_row, measure_rounds
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.stats import StepCosts
 from twostroke.worker.profile import WorkerProfile
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def measure_hardware(args: argparse.Namespace) -> dict[str, Any]:
     """Return the CPU's rates, medians of some rounds with the least and the most. Raises ConfigError."""
     measured, dtype = measure_rounds(ROUNDS, say)
-    row = row_of(measured, dtype, args.name, args.usd_per_hour, machine_facts()["cpu"])
+    row = hardware_row(measured, dtype, args.name, args.usd_per_hour, machine_facts()["cpu"])
     if args.hardware is not None:
         write_json(args.hardware, row)
     gemm, read = [one.gemm for one in measured], [one.read for one in measured]

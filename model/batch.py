@@ -196,7 +196,7 @@ def local_lengths(positions: npt.NDArray[np.int64], block_size: int, local_token
     return local_lens
 
 
-def slots_of(
+def token_slots(
     blocks: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int, local_tokens: range
 ) -> npt.NDArray[np.int64]:
     """Return the slots of tokens at `positions` of their sequences, with blocks [..., T], on a rank that holds the
@@ -248,7 +248,7 @@ def make_layouts(
     for found, table, of in zip(slots, read, groups.tables, strict=True):
         size = block_size // len(of)
         blocks = table[sequence_of, positions // size].astype(np.int64)
-        found[:] = slots_of(blocks, positions, size, local_tokens or range(size))
+        found[:] = token_slots(blocks, positions, size, local_tokens or range(size))
     local_lens = None
     if local_tokens is not None:
         local_lens = place(local_lengths(context_lens, block_size, local_tokens).astype(np.int32), device)
@@ -268,4 +268,4 @@ def make_layouts(
         local_lens=local_lens,
     )
     others = zip(placed_slots[1:], placed_tables[1:], strict=True)
-    return first, *(replace(first, slots=slots_of, block_tables=tables_of) for slots_of, tables_of in others)
+    return first, *(replace(first, slots=token_slots, block_tables=tables_of) for token_slots, tables_of in others)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from twostroke.model.architectures.decoder import Decoder
-from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, local_lengths, slots_of
+from twostroke.model.batch import BatchLayout, Drawing, StepDecoder, StepInput, local_lengths, token_slots
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.step import SequenceStep
 from twostroke.protocol.kv_layout import ONE_GROUP, KVGroups
@@ -142,7 +142,7 @@ class DecodeInputs:
         for found, table in zip(slots, tables, strict=True):
             part = size // table.shape[2]
             last = table[np.arange(count), last_blocks, positions % size // part]
-            found[:] = slots_of(last.astype(np.int64), positions, part, self._local_tokens or range(part))
+            found[:] = token_slots(last.astype(np.int64), positions, part, self._local_tokens or range(part))
         if self._local_tokens is not None and self._local_lens is not None:
             self._local_lens.numpy()[:count] = local_lengths(positions + 1, size, self._local_tokens)
 

@@ -81,7 +81,7 @@ def measure_rounds(rounds: int, say: Callable[[str], None]) -> tuple[list[Machin
     return measured, dtype
 
 
-def row_of(
+def hardware_row(
     measured: Sequence[MachineLimits], dtype: torch.dtype, name: str, usd_per_hour: float, cpu: str = ""
 ) -> Hardware:
     """Medians; ranks of one host sum up through its memory, where each byte is written and read."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from twostroke.cluster.config.reading import read_text
 from twostroke.cluster.config.sections import BUNDLED_MODEL, HUB_ID, HUB_PREFIX, ModelSection, check_hub_path
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
-from twostroke.model.checkpoint.gguf.folder import cache_folder, folder_of
+from twostroke.model.checkpoint.gguf.folder import cache_folder, unpacked_folder
 from twostroke.model.checkpoint.gguf.format import SUFFIX
 from twostroke.protocol.errors import ConfigError
 
@@ -64,7 +64,7 @@ def resolve_model_folder(path: str, patterns: Sequence[str] = HUB_PATTERNS, revi
     Raises ConfigError with one line that a user can act on.
     """
     found = check_model_path(path, revision) or _download(path.removeprefix(HUB_PREFIX), patterns, revision)
-    return found if found.is_dir() else folder_of(found, cache_folder())
+    return found if found.is_dir() else unpacked_folder(found, cache_folder())
 
 
 def served_name(model: ModelSection, folder: Path) -> str:

@@ -71,10 +71,10 @@ def _yarn(rope: RopeConfig, inverse: Tensor, head_dim: int) -> Tensor:
     """YaRN (Peng et al. 2023, section 3.2): interpolate the dimensions that turn less than `beta_slow` times over the
     original context, keep those that turn more than `beta_fast` times, ramp between."""
 
-    def dimension_of(rotations: float) -> float:
+    def rotated_dimension(rotations: float) -> float:
         return head_dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    low, high = rotated_dimension(rope.beta_fast), rotated_dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

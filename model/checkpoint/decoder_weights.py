@@ -45,7 +45,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, one_below_t
 from twostroke.model.checkpoint.tensor_file import WHOLE
 from twostroke.model.checkpoint.weights import Checkpoint
 from twostroke.model.config import KVHeads, MambaSpec, MLASpec, ModelConfig, Quantization
-from twostroke.model.costs.sizes import of_lm_head
+from twostroke.model.costs.sizes import head_quantization
 from twostroke.model.parallel.experts import make_places
 from twostroke.model.parallel.form import ONLY_STAGE, WHOLE_MODEL, Shard, Stage
 from twostroke.model.parallel.tensor_parallel import ContextParts
@@ -169,7 +169,7 @@ class _ModuleLoader:
         if module.kind == "exact":
             weight, quantization = self.plain(weight), "none"
         elif module.kind == "head":
-            quantization = of_lm_head(quantization)
+            quantization = head_quantization(quantization)
         biases = []
         for part in module.parts:
             is_summand = part.columns is not None and part.columns.cut != "whole"

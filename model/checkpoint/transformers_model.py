@@ -46,7 +46,14 @@ from twostroke.model.checkpoint.config_file import CONFIG_FILE, read_config_file
 from twostroke.model.checkpoint.tensor_file import WHOLE, equal_tensors
 from twostroke.model.checkpoint.weights import DTYPES, has_weights, open_tensors
 from twostroke.model.config import ModelShape, Quantization
-from twostroke.model.costs.sizes import check_contexts, check_size, form_of, of_lm_head, tensor_bytes, weights_as
+from twostroke.model.costs.sizes import (
+    check_contexts,
+    check_size,
+    head_quantization,
+    held_form,
+    tensor_bytes,
+    weights_as,
+)
 from twostroke.model.parallel.form import ONE_RANK, ParallelForm, Shard
 from twostroke.model.parallel.tensor_parallel import TensorParallel
 from twostroke.model.step import SequenceStep
@@ -364,14 +371,14 @@ class TransformersModel:
                 is_head = owner == self._head or self.is_tied
                 if has_plain_table or not (owner == self._embedding or self.is_tied):
                     shape[0] = -(-shape[0] // ranks)
-                    held = of_lm_head(quantization) if is_head and kind == "weight" else "none"
+                    held = head_quantization(quantization) if is_head and kind == "weight" else "none"
             elif _is_projection(module):
                 held = quantization if kind == "weight" else "none"
                 if styles.get(owner) == "gathered":
                     shape[0] //= ranks
                 elif styles.get(owner) == "split" and kind == "weight":
                     shape[1] //= ranks
-            total += tensor_bytes(tuple(shape), dtype.itemsize, form_of(held, None))
+            total += tensor_bytes(tuple(shape), dtype.itemsize, held_form(held, None))
         return total
 
     def weights_as(self, quantization: Quantization) -> str | None:
@@ -644,7 +651,9 @@ class _Loading:
             if bias is not None:
                 self._keep(before, f"{head}.bias", "bias")
             return
-        linear = self._backend.make_linear(self._read(name, rows), bias, of_lm_head(self._quantization), self._dtype)
+        linear = self._backend.make_linear(
+            self._read(name, rows), bias, head_quantization(self._quantization), self._dtype
+        )
         model.set_submodule(head, HeadModule(linear))
         if type(table) is not nn.Embedding:
             self._keep(table, f"{embedding}.weight", "weight")

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Literal
 
 from twostroke.model.config import ModelConfig, ModelShape, Quantization, WeightForm
-from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, of_lm_head
+from twostroke.model.costs.sizes import FP32_BYTES, INT4_GROUP, head_quantization
 from twostroke.model.parameters import Product, decoder_modules, expert_name
 from twostroke.model.state_sizes import StateSizes
 from twostroke.protocol.kv_layout import mean_seen
@@ -71,7 +71,7 @@ class NumberFormats:
 
     def head_weight(self, shape: ModelShape) -> float:
         """Return the bytes of a weight of the LM head, which quantised checkpoints leave as it was."""
-        return self.itemsize if self.quantization == "auto" else self._of(of_lm_head(self.quantization), shape)
+        return self.itemsize if self.quantization == "auto" else self._of(head_quantization(self.quantization), shape)
 
     def _of(self, quantization: Quantization, shape: ModelShape, of_attention: bool = False) -> float:
         form = stored_form(shape, of_attention)

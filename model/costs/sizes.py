@@ -38,13 +38,13 @@ def num_active_parameters(config: ModelConfig) -> int:
 # --- how weights are held ---
 
 
-def of_lm_head(quantization: Quantization) -> Quantization:
+def head_quantization(quantization: Quantization) -> Quantization:
     """Return the form of the LM head, and of a tied embedding: logits decide between tokens, so they get no less than 8
     bits."""
     return "int8" if quantization == "int4" else quantization
 
 
-def form_of(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
+def held_form(quantization: Quantization, stored: WeightForm | None) -> WeightForm | None:
     """Return the form in which a projection is held that the checkpoint has in the form `stored`; None: in the dtype of
     activations."""
     match quantization:
@@ -137,11 +137,11 @@ def _held_form(
             form = stored.get(name)
             if len(module.parts) > 1:
                 form = common_form([stored.get(part.tensor) for part in module.parts])
-            return form_of(quantization, form)
+            return held_form(quantization, form)
         case "experts":
-            return form_of(quantization, stored.get(name))
+            return held_form(quantization, stored.get(name))
         case "head":
-            return form_of(of_lm_head(quantization), stored.get(name))
+            return held_form(head_quantization(quantization), stored.get(name))
         case "table":
             return stored.get(name) if quantization == "auto" else None
         case "exact" | "norm" | "vector":

@@ -16,7 +16,7 @@ from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.kernels import elementwise, experts
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
-from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear, memory_of
+from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear, packed_memory
 
 
 def make_experts(
@@ -153,7 +153,7 @@ class PlainExperts:
 
     def slot_memory(self, slot: int) -> list[Tensor]:
         """Implement Experts.slot_memory."""
-        return [part for which in (self._gate_up, self._down) for part in memory_of(which[slot])]
+        return [part for which in (self._gate_up, self._down) for part in packed_memory(which[slot])]
 
     def __call__(self, x: Tensor, chosen: Chosen) -> Tensor:
         """Implement Experts."""

@@ -163,7 +163,7 @@ class TorchQuantizedLinear:
         return replace(part, values=nibbles.char() - 8).dequantized(dtype)
 
 
-def memory_of(linear: Linear) -> list[Tensor]:
+def packed_memory(linear: Linear) -> list[Tensor]:
     """Return all memory that differs between projections that `make_linear` made of weights in one form."""
     match linear:
         case PlainLinear():

@@ -9,7 +9,7 @@ from torch.nn import functional
 from twostroke.model.architectures.context_index import gathered
 from twostroke.model.backend import MLAHeads
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.attention import chunks_of
+from twostroke.model.cuda.kernels.attention import prompt_chunks
 from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.cuda.kernels.mla import (
     latent_decode,
@@ -101,7 +101,7 @@ class CudaMLA:
         heads, key, rank = self._keys.shape
         value, held, width = self._values.shape[1], kv_layer.shape[3], kv_layer.shape[4]
         block_size = held if self._parts is None else held * self._parts.ranks
-        _, context_lens, tables = chunks_of(layout)
+        _, context_lens, tables = prompt_chunks(layout)
         chunks = len(context_lens)
         blocks = max(1, PART_TOKENS // (chunks * block_size))  # of a part of each
         mixed = torch.empty((len(q), heads, value), dtype=torch.float32, device=q.device)

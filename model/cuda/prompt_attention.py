@@ -22,7 +22,7 @@ from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.config import PrefillKernel
 from twostroke.model.cuda.kernels import launch
-from twostroke.model.cuda.kernels.attention import PrefillTiling, chunks_of, prefill_attention, prefill_config
+from twostroke.model.cuda.kernels.attention import PrefillTiling, prefill_attention, prefill_config, prompt_chunks
 from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.step import SequenceStep
 
@@ -73,7 +73,7 @@ class FlashKernel:
 
     def __call__(self, q: Tensor, kv_layer: Tensor, layout: BatchLayout, form: AttentionForm, out: Tensor) -> None:
         """Compute what `prefill_attention` does."""
-        query_starts, context_lens, block_tables = chunks_of(layout)
+        query_starts, context_lens, block_tables = prompt_chunks(layout)
         first = layout.num_decodes
         keys, values = (kv_layer[:, kind].transpose(1, 2) for kind in (0, 1))  # [blocks, block_size, G, D]
         result = self._attend(
@@ -117,11 +117,11 @@ class PromptAttention:
         for length in self._plain.lengths(q, kv_layer):
             self._plain(q[:1], kv_layer, _chunk(empty, length), form, out)
         if self._flash is not None and not launch.compiles_only:  # else there are no results to check
-            fault = self._fault_of(self._flash, q, kv_layer, form)
+            fault = self._first_fault(self._flash, q, kv_layer, form)
             if fault is not None:
                 raise ValueError(f"prefill_kernel: fa3 {fault}; set prefill_kernel: plain")
 
-    def _fault_of(self, flash: FlashKernel, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
+    def _first_fault(self, flash: FlashKernel, q: Tensor, kv_layer: Tensor, form: AttentionForm) -> str | None:
         """Return why the kernel can't serve this shape and form: it must give the plain kernel's results."""
         if not flash.knows(q, kv_layer, form):
             return "doesn't know sinks, chunks, fp32, caches in FP8 or heads of more than 256"

@@ -111,7 +111,7 @@ class DeviceSampler:
             parameters = _placed(
                 _staged(draws, positions, len(draws), self._is_cuda).to(self._device, non_blocking=True)
             )
-            drawn = draw_on_device(logits, parameters, _features_of(draws))
+            drawn = draw_on_device(logits, parameters, _draw_features(draws))
         return self.take(drawn, draws)
 
     def capture(self, logits: Tensor, sizes: Sequence[int], recorder: Recorder) -> None:
@@ -172,7 +172,7 @@ class CapturedDraws:
         size = next((size for size in self._sizes if size >= len(draws)), None)
         if size is None or logits.data_ptr() != self._logits.data_ptr():
             return None
-        features = _features_of(draws)
+        features = _draw_features(draws)
         if features.draws:
             self._parameters[size].copy_(_staged(draws, positions, size, self._is_pinned), non_blocking=True)
         self._replays[size, features]()
@@ -217,6 +217,6 @@ def _temperature(sampling: SamplingParams) -> float:
     return 0.0 if sampling.top_k == 1 else sampling.temperature
 
 
-def _features_of(draws: Sequence[Draw]) -> SamplingFeatures:
+def _draw_features(draws: Sequence[Draw]) -> SamplingFeatures:
     random = [draw.sampling for draw in draws if _temperature(draw.sampling) > 0]
     return SamplingFeatures(bool(random), any(one.top_k > 0 for one in random), any(one.top_p < 1 for one in random))

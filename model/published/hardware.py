@@ -77,7 +77,7 @@ EFFICIENCY = Efficiency(compute=0.55, read=0.72)
 3.0 TB/s that its own kernels reach. No GPU has confirmed it."""
 
 
-def efficiency_of(text: str | None) -> Efficiency:
+def read_efficiency(text: str | None) -> Efficiency:
     """Return what `--efficiency COMPUTE,READ` says; None: the default. Raises ConfigError."""
     if text is None:
         return EFFICIENCY
@@ -106,7 +106,7 @@ _FILE = Path(__file__).with_name("hardware.json")
 HARDWARE: Mapping[str, Hardware] = read_hardware(_FILE.read_bytes(), str(_FILE))
 
 
-def hardware_of(name: str) -> Hardware:
+def known_hardware(name: str) -> Hardware:
     """The table's, or a file's that `twostroke bench hardware` wrote. Raises ConfigError."""
     if name in HARDWARE:
         return HARDWARE[name]

@@ -12,7 +12,7 @@ from twostroke.loadtests import LoadTestError
 from twostroke.loadtests.commands.arguments import above_zero, add_workload, context_tokens, positive_count
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
 from twostroke.model.costs.operations import NumberFormats
-from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, efficiency_of, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, GIB, HARDWARE, Hardware, known_hardware, read_efficiency
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.commands.options import amount
 from twostroke.planning.commands.plan import add_repeated, model_of, workload_for
@@ -152,7 +152,7 @@ def _held(arguments: argparse.Namespace, hardware: Hardware | None) -> NumberFor
 def _case(arguments: argparse.Namespace, shape: ModelConfig) -> CapacityCase:
     hardware = _hardware(arguments)
     held = _held(arguments, hardware)
-    terms = PlanConstraints(kv_itemsize=held.kv_itemsize, efficiency=efficiency_of(arguments.efficiency))
+    terms = PlanConstraints(kv_itemsize=held.kv_itemsize, efficiency=read_efficiency(arguments.efficiency))
     contexts = arguments.context or [one for one in CONTEXTS if one <= shape.max_position] or [shape.max_position]
     return CapacityCase(
         name=f"{arguments.model or 'the numbers given'}{' as MHA' if arguments.mha else ''}",
@@ -172,7 +172,7 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
     if arguments.gpu is not None:
         if beside := [name for name, value in {**given, "--flops": arguments.flops}.items() if value is not None]:
             raise ConfigError(f"{beside[0]}: beside --gpu: give one of them")
-        hardware = hardware_of(arguments.gpu)
+        hardware = known_hardware(arguments.gpu)
     elif None not in given.values():
         hardware = Hardware(
             name="given",
@@ -188,10 +188,10 @@ def _hardware(arguments: argparse.Namespace) -> Hardware:
         raise ConfigError("--memory and --bandwidth: give both of them, or --gpu")
     else:
         from twostroke.loadtests.generator.run_facts import machine_facts
-        from twostroke.model.machine_limits import ROUNDS, gpu_here, measure_rounds, row_of
+        from twostroke.model.machine_limits import ROUNDS, gpu_here, hardware_row, measure_rounds
 
         cpu = machine_facts()["cpu"]
-        hardware = gpu_here() or row_of(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, cpu)
+        hardware = gpu_here() or hardware_row(*measure_rounds(ROUNDS, _say), "this-cpu", 1.0, cpu)
     if arguments.gpus > 1 and not hardware.is_gpu:
         raise ConfigError(f"--gpus {arguments.gpus}: {hardware.title} is one machine's all")
     return replace(hardware, usd_per_hour=arguments.usd_per_hour or hardware.usd_per_hour)

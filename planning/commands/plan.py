@@ -28,7 +28,7 @@ from twostroke.loadtests.commands.arguments import (
 from twostroke.loadtests.plan import SLO, Plan, Poisson
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.config import KVCacheDtype, ModelConfig, Quantization
-from twostroke.model.published.hardware import EFFICIENCY, Hardware, efficiency_of, hardware_of
+from twostroke.model.published.hardware import EFFICIENCY, Hardware, known_hardware, read_efficiency
 from twostroke.model.published.models import MODELS, known_as, published_model
 from twostroke.planning.commands.options import TierHits, add_tiers, tier_lines, tiers_as_json
 from twostroke.planning.costs.drafted_steps import drafted_step
@@ -240,7 +240,7 @@ def plan_for(arguments: argparse.Namespace, shape: ModelConfig) -> Plan:
 def _terms(arguments: argparse.Namespace) -> PlanConstraints:
     kv = None if arguments.kv_cache_dtype == "auto" else 1.0
     return PlanConstraints(
-        kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=efficiency_of(arguments.efficiency)
+        kv_itemsize=kv, link_bytes_per_s=arguments.link, efficiency=read_efficiency(arguments.efficiency)
     )
 
 
@@ -260,7 +260,7 @@ def _prices(text: str | None) -> dict[str, float]:
 def _hardware(arguments: argparse.Namespace) -> list[Hardware]:
     if arguments.gpu is None:
         raise ConfigError(f"--gpu: name one or more of {gpu_names()}, or give --costs")
-    found, prices = [hardware_of(name) for name in dict.fromkeys(arguments.gpu.split(","))], _prices(arguments.price)
+    found, prices = [known_hardware(name) for name in dict.fromkeys(arguments.gpu.split(","))], _prices(arguments.price)
     if unknown := prices.keys() - {one.name for one in found}:
         raise ConfigError(f"--price: {', '.join(sorted(unknown))} is none of --gpu {arguments.gpu}")
     return [replace(one, usd_per_hour=prices.get(one.name, one.usd_per_hour)) for one in found]

@@ -32,7 +32,7 @@ from twostroke.loadtests.plan import SLO, Chat, Plan, Poisson
 from twostroke.loadtests.plan import Workload as SentWorkload
 from twostroke.loadtests.report.estimates import Estimate
 from twostroke.loadtests.run_folder import make_folder
-from twostroke.model.published.hardware import hardware_of
+from twostroke.model.published.hardware import known_hardware
 from twostroke.model.published.models import published_model
 from twostroke.planning import report
 from twostroke.planning.against import TARGET, Candidate, Measured, capacity_by_simulation, measure, plan_for, say
@@ -242,7 +242,7 @@ def _by_profile(arguments: argparse.Namespace, found: Found) -> None:
 def gpu_profile(gpu: str, model: str, sample: Workload) -> WorkerProfile:
     """Return a worker of one such GPU, by its roofline. Raises ConfigError for an unknown GPU or model, and where the
     model, or the longest request, has no room."""
-    hardware, shape, terms = hardware_of(gpu), published_model(model), PlanConstraints()
+    hardware, shape, terms = known_hardware(gpu), published_model(model), PlanConstraints()
     fitting = [one for one in profiles_of(shape, hardware, ("auto",), sample, terms) if one.ranks == 1]
     if not fitting:
         raise nowhere(shape, [hardware], sample, terms)

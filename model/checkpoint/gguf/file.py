@@ -54,8 +54,8 @@ class GgufFile:
         is_hybrid = file.metadata.get("general.architecture") == HYBRID
         self._conversion = Conversion.of(file.metadata) if is_hybrid else None
         names = NAMES | HYBRID_NAMES if is_hybrid else NAMES
-        self._tensors = {_name_of(name, names): tensor for name, tensor in file.tensors.items()}
-        self._tensors.pop(ROPE_FACTORS, None)  # `folder_of` has read them
+        self._tensors = {_hub_name(name, names): tensor for name, tensor in file.tensors.items()}
+        self._tensors.pop(ROPE_FACTORS, None)  # `unpacked_folder` has read them
         for name, tensor in self._tensors.items():
             if tensor.kind.name not in (*_FLOATS, *BLOCK_KINDS):
                 known = ", ".join((*_FLOATS, *BLOCK_KINDS))
@@ -101,7 +101,7 @@ class GgufFile:
         return self._tensors[name].data.reshape(-1).data
 
 
-def _name_of(name: str, names: Mapping[str, str]) -> str:
+def _hub_name(name: str, names: Mapping[str, str]) -> str:
     """A tensor's name in a Hugging Face folder; one that no folder has is left as it is."""
     layer = _LAYER.fullmatch(name)
     if layer and layer[2] in WHOLE_NAMES:

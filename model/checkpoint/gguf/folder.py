@@ -18,7 +18,7 @@ from twostroke.model.architectures.families.family import INTERLEAVED
 from twostroke.model.checkpoint.gguf.format import FILE, HYBRID, ROPE_FACTORS, Gguf, GgufTensor, check_kinds, read_gguf
 from twostroke.protocol.errors import ConfigError
 
-_WRITTEN_AS = 3  # changes with what `folder_of` writes
+_WRITTEN_AS = 3  # changes with what `unpacked_folder` writes
 LIKE_OTHERS = 0.01  # of a vocabulary: files name some reserved tokens otherwise
 
 _ARCHITECTURES = {
@@ -48,7 +48,7 @@ _CUTS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def folder_of(path: Path, cache: Path) -> Path:
+def unpacked_folder(path: Path, cache: Path) -> Path:
     """A folder in `cache` that has the file as a Hugging Face folder would have its model; kept, and found again.
 
     A `tokenizer.json` beside the file is taken instead of what the file says. Raises ConfigError for a file that can't
@@ -63,7 +63,7 @@ def folder_of(path: Path, cache: Path) -> Path:
         return folder
     file = read_gguf(path)
     check_kinds(file.metadata, path)
-    config = _config_of(file, path)
+    config = _hub_config(file, path)
     try:
         tokenizer = _given_tokenizer(given, file) if given.is_file() else _tokenizer(file.metadata, path)
     except ConfigError:
@@ -110,7 +110,7 @@ def _write(
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _config_of(file: Gguf, path: Path) -> dict[str, Any]:
+def _hub_config(file: Gguf, path: Path) -> dict[str, Any]:
     """Return the content that config.json would have. Raises ConfigError."""
     metadata, tensors = file.metadata, file.tensors
     kind = metadata.get("general.architecture")

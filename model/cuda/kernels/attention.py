@@ -41,7 +41,7 @@ from twostroke.model.cuda.kernels.segments import (
     make_partials,
     merge_segments,
     part_of,
-    segment_of,
+    segment_at,
     split_config,
 )
 
@@ -331,7 +331,7 @@ def prefill_attention_kernel(
     )  # fmt: skip
 
 
-def chunks_of(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+def prompt_chunks(layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
     """(query starts, context lengths, block tables) of the sequences behind the decodes."""
     first = layout.num_decodes
     return layout.query_starts[first:], layout.context_lens[first:], layout.block_tables[first:]
@@ -343,7 +343,7 @@ def prefill_attention(
     """`paged_attention` of tests/rigs/reference.py for the layout's chunks, written to their rows of out."""
     _, heads, dim = q.shape
     groups, block_size = kv_layer.shape[2], kv_layer.shape[3]
-    query_starts, context_lens, block_tables = chunks_of(layout)
+    query_starts, context_lens, block_tables = prompt_chunks(layout)
     heads_per_group = heads // groups
     tiles = triton.cdiv(layout.max_query_len, config.block_m // heads_per_group)
     prefill_attention_kernel[(tiles, groups, context_lens.shape[0])](
@@ -447,7 +447,7 @@ def decode_attention_kernel(
     for _ in tl.range(row, end_row, num_stages=1):
         sequence = row.to(tl.int64)
         context_len = tl.load(context_lens + sequence)
-        begin, end, first_program, segments, steps = segment_of(context_len, row_start, program, share, WINDOW, BLOCK_N)
+        begin, end, first_program, segments, steps = segment_at(context_len, row_start, program, share, WINDOW, BLOCK_N)
         is_first = program == first_program
         if is_first & (group == 0):
             tl.store(splits + 2 * sequence, row + program)

@@ -22,7 +22,7 @@ from twostroke.model.batch import BatchLayout
 from twostroke.model.cuda.kernels.attention import (
     NO_SCORE,
     cached_kv_offsets,
-    chunks_of,
+    prompt_chunks,
 )
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
@@ -38,7 +38,7 @@ from twostroke.model.cuda.kernels.segments import (
     make_partials,
     merge_segments,
     part_of,
-    segment_of,
+    segment_at,
     split_config,
 )
 
@@ -70,13 +70,13 @@ def write_latents_kernel(
         scale = 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / RANK + eps)
         normalised = latent * scale * tl.load(gains + dims, mask=real, other=0.0)
         tl.store(target + dims, normalised.to(kv_layer.dtype.element_ty), mask=real)
-        turn_in_place_of(
+        rotate_in_place(
             source + RANK, target + RANK, cos_sin + tl.load(positions + token) * (2 * HALF), HALF, HALF_PADDED
         )
 
 
 @triton.jit
-def turn_in_place_of(source, target, angles, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+def rotate_in_place(source, target, angles, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
     """2 HALF numbers at `source`, rotated, to `target`, which may be the same."""
     dims = tl.arange(0, HALF_PADDED)
     real = dims < HALF
@@ -108,7 +108,7 @@ def turn_queries_kernel(
     """One program per token and a head, in place."""
     token = tl.program_id(0).to(tl.int64)
     place = q + (token * NUM_HEADS + tl.program_id(1)) * (KEY + 2 * HALF) + KEY
-    turn_in_place_of(place, place, cos_sin + tl.load(positions + token) * (2 * HALF), HALF, HALF_PADDED)
+    rotate_in_place(place, place, cos_sin + tl.load(positions + token) * (2 * HALF), HALF, HALF_PADDED)
 
 
 def turn_queries(q: Tensor, key: int, cos_sin: Tensor, positions: Tensor) -> None:
@@ -192,7 +192,7 @@ def latent_decode_kernel(
     for _ in tl.range(row, end_row, num_stages=1):
         sequence = row.to(tl.int64)
         context_len = tl.load(context_lens + sequence)
-        begin, end, first_program, segments, steps = segment_of(context_len, row_start, program, share, 0, BLOCK_N)
+        begin, end, first_program, segments, steps = segment_at(context_len, row_start, program, share, 0, BLOCK_N)
         if (program == first_program) & (tl.program_id(0) == 0):
             tl.store(splits + 2 * sequence, row + program)
             tl.store(splits + 2 * sequence + 1, segments)
@@ -422,7 +422,7 @@ def latent_part(
     fp32 averages [T, H, V] and base-2 logarithms of sums of weights [T, H].
     """
     keys, values = kinds
-    query_starts, context_lens, _ = chunks_of(layout)
+    query_starts, context_lens, _ = prompt_chunks(layout)
     heads, key, value, rotary = q.shape[1], keys.shape[3], values.shape[3], q.shape[2] - keys.shape[3]
     latent_part_kernel[(triton.cdiv(layout.max_query_len, config.block_m), heads, context_lens.shape[0])](
         q, keys, values, rows, query_starts, context_lens, *state, start, rows.shape[1], scale * LOG2_E,

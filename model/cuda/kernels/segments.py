@@ -74,7 +74,7 @@ def first_seen(positions, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def steps_of(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def part_steps(context_lens, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """(the first key of a context's first step, its steps): of a number or of a tensor of them.
 
     An empty context, a padding row of a captured graph, has one step of no keys: a program must write its zeros.
@@ -90,7 +90,7 @@ def _steps_of_rows(context_lens, first, num_rows, WINDOW: tl.constexpr, BLOCK_N:
     """Return the steps of rows [first, first + _ROWS); zeros behind the last row."""
     rows = first + tl.arange(0, _ROWS)
     lens = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
-    _, steps = steps_of(lens, WINDOW, BLOCK_N)
+    _, steps = part_steps(lens, WINDOW, BLOCK_N)
     return tl.where(rows < num_rows, steps, 0)
 
 
@@ -116,10 +116,10 @@ def part_of(context_lens, num_rows, program, programs, WINDOW: tl.constexpr, BLO
 
 
 @triton.jit
-def segment_of(context_len, row_start, program, share, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def segment_at(context_len, row_start, program, share, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return, of a row that a program has a part of: its keys [begin, end), the first program that has one, how many
     have, and the row's steps."""
-    first_key, steps = steps_of(context_len, WINDOW, BLOCK_N)
+    first_key, steps = part_steps(context_len, WINDOW, BLOCK_N)
     from_step = tl.maximum(program * share - row_start, 0)
     to_step = tl.minimum((program + 1) * share - row_start, steps)
     first_program = row_start // share

@@ -52,13 +52,13 @@ _THREAD_NUMBERS = 64
 
 
 @triton.jit
-def target_of(tables, positions, row, table_stride, BLOCK_SIZE: tl.constexpr):
+def written_block(tables, positions, row, table_stride, BLOCK_SIZE: tl.constexpr):
     """Return the block of a row's token, which is written."""
     return tl.load(tables + row * table_stride + tl.load(positions + row) // BLOCK_SIZE).to(tl.int64)
 
 
 @triton.jit
-def source_of(tables, row, position, table_stride, BLOCK_SIZE: tl.constexpr):
+def read_block(tables, row, position, table_stride, BLOCK_SIZE: tl.constexpr):
     """Return the block of the token before, whose state is read; any block for a first token."""
     return tl.load(tables + row * table_stride + tl.maximum(position - 1, 0) // BLOCK_SIZE).to(tl.int64)
 
@@ -66,7 +66,7 @@ def source_of(tables, row, position, table_stride, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE: tl.constexpr):
     """Tell whether the row before is the same sequence."""
-    before = target_of(tables, positions, tl.maximum(row - 1, 0), table_stride, BLOCK_SIZE)
+    before = written_block(tables, positions, tl.maximum(row - 1, 0), table_stride, BLOCK_SIZE)
     return (row > 0) & (before == target)
 
 
@@ -80,7 +80,7 @@ def store_for_copies(
     while is_same:
         tl.store(out + row * WIDTH, found.to(out.dtype.element_ty), mask=inside)
         row += 1
-        following = target_of(tables, positions, tl.minimum(row, last), table_stride, BLOCK_SIZE)
+        following = written_block(tables, positions, tl.minimum(row, last), table_stride, BLOCK_SIZE)
         is_same = (row <= last) & (following == target)
 
 
@@ -137,7 +137,7 @@ def load_matrix(
     """Return a head's matrix [ROWS, COLUMNS] behind the token before, and `matrix_offsets` of its places. SHARE: heads
     of a KV head."""
     position = tl.load(positions + row)
-    source = source_of(tables, row, position, table_stride, BLOCK_SIZE)
+    source = read_block(tables, row, position, table_stride, BLOCK_SIZE)
     places, real = matrix_offsets(head % SHARE, ROWS, ROWS_PADDED, COLUMNS, COLUMNS_PADDED, KV_HEADS, PART)
     before = part_of(cache, source, 0, head // SHARE, KV_HEADS, PART)
     return tl.load(before + places, mask=real & (position > 0), other=0.0), places, real
@@ -204,11 +204,11 @@ def convolution_kernel(
     columns 2 * WIDTH behind, without SiLU."""
     await_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
+    target = written_block(tables, positions, row, table_stride, BLOCK_SIZE)
     if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
         return
     position = tl.load(positions + row)
-    source = source_of(tables, row, position, table_stride, BLOCK_SIZE)
+    source = read_block(tables, row, position, table_stride, BLOCK_SIZE)
     kv_head, kind = tl.program_id(1) // 2, tl.program_id(1) % 2
     kept = tl.where(kind == 0, KEPT_0, KEPT_1)
     at, tap = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, TAPS_PADDED)[None, :]
@@ -247,7 +247,7 @@ def convolve(
     has_gates: bool = False,
 ) -> Tensor:
     """Return the results of the convolution, fp32 [decodes, conv width], NaN for states of other tokens, and move its
-    last inputs on. Arguments are those of its kernel; `cache` and `form` are those of `numbers_of`."""
+    last inputs on. Arguments are those of its kernel; `cache` and `form` are those of `state_numbers_view`."""
     sizes, count, kv_heads = weights.sizes, layout.num_decodes, form["KV_HEADS"]
     convolved = torch.empty((count, sizes.conv_width), dtype=torch.float32, device=inputs.device)
     kept, bias = [len(sizes.channels(kind, 0, kv_heads)) for kind in (0, 1)], weights.conv_bias
@@ -262,7 +262,7 @@ def convolve(
     return convolved
 
 
-def numbers_of(kv_layer: Tensor, sizes: StateSizes) -> tuple[Tensor, dict[str, int]]:
+def state_numbers_view(kv_layer: Tensor, sizes: StateSizes) -> tuple[Tensor, dict[str, int]]:
     """Return the cache's tensor as fp32 numbers of parts, and what kernels must know of its form."""
     numbers = kv_layer.view(*kv_layer.shape[:3], -1).view(torch.float32)
     kv_heads = kv_layer.shape[2]
@@ -322,7 +322,7 @@ def delta_step_kernel(
     SHARE: tl.constexpr = VALUE_HEADS // KV_HEADS
     await_inputs(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
+    target = written_block(tables, positions, row, table_stride, BLOCK_SIZE)
     if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
         return
     matrix, places, real = load_matrix(
@@ -366,7 +366,7 @@ def delta_step(
     """Implement StateKernels.step."""
     inputs, strengths = products
     sizes, tables = weights.sizes, layout.block_tables
-    cache, form = numbers_of(kv_layer, sizes)
+    cache, form = state_numbers_view(kv_layer, sizes)
     convolved = convolve(inputs, 0, weights, cache, layout, form)
     delta_step_kernel[(layout.num_decodes, sizes.value_heads)](
         inputs, convolved, strengths, weights.decay, weights.decay_bias, weights.norm, cache, tables, layout.positions,
@@ -410,7 +410,7 @@ def mamba_step_kernel(
     SHARE: tl.constexpr = HEADS // KV_HEADS
     await_inputs(DEPENDENT)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
+    target = written_block(tables, positions, row, table_stride, BLOCK_SIZE)
     if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
         return
     matrix, places, real = load_matrix(
@@ -446,7 +446,7 @@ def mamba_step(
     """Implement StateKernels.step, before the norm."""
     inputs, steps = products
     sizes, tables = weights.sizes, layout.block_tables
-    cache, form = numbers_of(kv_layer, sizes)
+    cache, form = state_numbers_view(kv_layer, sizes)
     convolved = convolve(inputs, sizes.output_width, weights, cache, layout, form)
     mamba_step_kernel[(layout.num_decodes, sizes.heads)](
         inputs, convolved, steps, weights.decay, weights.skip, weights.step_bias, cache, tables, layout.positions, out,
@@ -482,7 +482,7 @@ def convolution_gate_kernel(
     writes the number of seen tokens."""
     await_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    target = target_of(tables, positions, row, table_stride, BLOCK_SIZE)
+    target = written_block(tables, positions, row, table_stride, BLOCK_SIZE)
     if is_copy(tables, positions, row, target, table_stride, BLOCK_SIZE):
         return
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -503,7 +503,7 @@ def convolution_step(
     """Implement StateKernels.step."""
     (inputs,) = products
     sizes, tables = weights.sizes, layout.block_tables
-    cache, form = numbers_of(kv_layer, sizes)
+    cache, form = state_numbers_view(kv_layer, sizes)
     convolved = convolve(inputs, 0, weights, cache, layout, form, has_gates=True)
     convolution_gate_kernel[(layout.num_decodes, triton.cdiv(sizes.channel_count, _GATE_BLOCK))](
         inputs, convolved, cache, tables, layout.positions, out, tables.stride(0), WIDTH=sizes.channel_count,

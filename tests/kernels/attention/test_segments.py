@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from twostroke.model.cuda.kernels.launch import H100
-from twostroke.model.cuda.kernels.segments import SplitConfig, part_of, segment_of, split_config
+from twostroke.model.cuda.kernels.segments import SplitConfig, part_of, segment_at, split_config
 from twostroke.protocol.kv_layout import first_seen
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -40,7 +40,7 @@ def list_kernel(context_lens, num_rows, programs, found, count_out, WINDOW: tl.c
         share, first_row, end_row, row_start = part_of(context_lens, num_rows, program, programs, WINDOW, BLOCK_N)
         for row in range(first_row, end_row):
             context_len = tl.load(context_lens + row)
-            begin, end, first_program, segments, steps = segment_of(
+            begin, end, first_program, segments, steps = segment_at(
                 context_len, row_start, program, share, WINDOW, BLOCK_N
             )
             row_start += steps

@@ -21,7 +21,7 @@ from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.checkpoint.gguf.blocks import BLOCK_KINDS, read_blocks
 from twostroke.model.checkpoint.gguf.file import HYBRID_NAMES, NAMES, WHOLE_NAMES
-from twostroke.model.checkpoint.gguf.folder import folder_of
+from twostroke.model.checkpoint.gguf.folder import unpacked_folder
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.checkpoint.weights import SINGLE_FILE, Checkpoint
 from twostroke.protocol.errors import ConfigError
@@ -152,8 +152,8 @@ def test_a_file_generates_what_a_folder_with_its_dequantised_weights_does(
 ) -> None:
     folder = write_checkpoint(architectures=[f"{name}ForCausalLM"], **SIZES, **fields)
     write_gguf(folder, tmp_path / "some.gguf", architecture, kind, heads_by_layer=architecture == "qwen2")
-    unpacked = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
-    assert folder_of(tmp_path / "some.gguf", tmp_path / "cache") == unpacked, "it is kept"
+    unpacked = unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
+    assert unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache") == unpacked, "it is kept"
     assert unpacked.name == "some"
     prompts = random_prompts(96, 1, LENGTHS)
     outputs = [generate(make_runner(each, 8, 64), prompts, 24, chunk=37, block_size=8) for each in (folder, unpacked)]
@@ -250,7 +250,7 @@ def test_a_hybrids_file_generates_what_its_folder_does(
     fields = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
     folder = write_checkpoint(**HYBRID_SIZES, **fields)
     write_hybrid(folder, tmp_path / "some.gguf", kind, kv_heads)
-    unpacked = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    unpacked = unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
     found, expected = (Checkpoint(each, load_model_config(each)) for each in (unpacked, folder))
     for name in expected.shapes:
         ours, theirs = found.weight(name), expected.tensor(name)
@@ -286,7 +286,7 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> Non
     original = bundled_tokenizer()
     original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # gpt-2's
     write_metadata(tmp_path / "some.gguf", original)
-    folder = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    folder = unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for text in ("def f(x):\n    return 12345\n", "Ünïcödé 漢字 😀", "  two  spaces", "<|endoftext|>"):
         assert made.encode(text).ids == original.encode(text).ids
@@ -299,29 +299,29 @@ def test_the_tokenizer_is_the_one_that_the_file_describes(tmp_path: Path) -> Non
 def test_what_a_file_says_of_sampling_is_the_default_of_its_requests(tmp_path: Path) -> None:
     said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     write_metadata(tmp_path / "some.gguf", bundled_tokenizer(), **said)
-    defaults = read_sampling_defaults(folder_of(tmp_path / "some.gguf", tmp_path / "cache"), "auto")
+    defaults = read_sampling_defaults(unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache"), "auto")
     assert defaults == SamplingDefaults(temperature=0.6, top_k=20)
 
 
 def test_a_tokenizer_beside_the_file_is_taken_instead(tmp_path: Path) -> None:
     write_metadata(tmp_path / "some.gguf")
     with pytest.raises(ConfigError, match=r"some\.gguf: a tokenizer of kind 'llama'.*put the model's tokenizer\.json"):
-        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+        unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
     assert not list((tmp_path / "cache").rglob("*.json"))
     beside = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     beside.save(str(tmp_path / "tokenizer.json"))
-    taken = folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+    taken = unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
     assert Tokenizer.from_file(str(taken / "tokenizer.json")).get_vocab() == {"a": 0, "b": 1}
     Tokenizer(models.BPE(vocab={"b": 0, "a": 1, "c": 2}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"tokenizer\.json is another model's: 2 of 2 tokens"):
-        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+        unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
 
 
 def config_of(tmp_path: Path, name: str, **fields: Any) -> dict[str, Any]:
     """The config.json that is made of a file with these fields."""
     path = tmp_path / f"{name}.gguf"
     write_metadata(path, bundled_tokenizer(), **fields)
-    told: dict[str, Any] = json.loads((folder_of(path, tmp_path / "cache") / "config.json").read_text())
+    told: dict[str, Any] = json.loads((unpacked_folder(path, tmp_path / "cache") / "config.json").read_text())
     return told
 
 
@@ -374,7 +374,7 @@ def test_a_folder_of_gguf_files_says_which_one_to_name(tmp_path: Path, write_che
 def test_a_damaged_file_is_refused_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "some.gguf").write_bytes(content)
     with pytest.raises(ConfigError, match=r"some\.gguf can't be read as GGUF: ") as caught:
-        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+        unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
     assert "\n" not in str(caught.value)
 
 
@@ -382,7 +382,7 @@ def test_a_cache_that_cant_be_written_is_named(tmp_path: Path) -> None:
     write_metadata(tmp_path / "some.gguf", bundled_tokenizer())
     (tmp_path / "cache").touch()
     with pytest.raises(ConfigError, match=r"can't be unpacked into .*: Not a directory: set XDG_CACHE_HOME"):
-        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+        unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["mamba", "gemma2", "gemma3"])  # Gemma's norms would be 1 too large, for one thing
@@ -391,7 +391,7 @@ def test_another_architecture_is_refused_by_name(kind: str, tmp_path: Path) -> N
     finish(writer)
     refused = rf"general\.architecture: '{kind}' is not supported, only llama.* are: take the model's safetensors"
     with pytest.raises(ConfigError, match=refused):
-        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+        unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -411,4 +411,4 @@ def test_another_architecture_is_refused_by_name(kind: str, tmp_path: Path) -> N
 def test_metadata_of_a_wrong_kind_is_refused_by_name(field: str, value: Any, told: str, tmp_path: Path) -> None:
     write_metadata(tmp_path / "some.gguf", bundled_tokenizer(), **{field: value})
     with pytest.raises(ConfigError, match=re.escape(told)):
-        folder_of(tmp_path / "some.gguf", tmp_path / "cache")
+        unpacked_folder(tmp_path / "some.gguf", tmp_path / "cache")

@@ -19,7 +19,7 @@ from tests.model.conftest import Generate, make_decoder
 from twostroke.cluster.config.model_folder import instruct_model
 from twostroke.model.architectures.families.family import INTERLEAVED
 from twostroke.model.checkpoint.gguf.file import NAMES
-from twostroke.model.checkpoint.gguf.folder import folder_of
+from twostroke.model.checkpoint.gguf.folder import unpacked_folder
 from twostroke.model.checkpoint.weights import SINGLE_FILE
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.runner import ModelRunner
@@ -58,7 +58,7 @@ Answers = tuple[Path, list[list[int]], list[list[int]], Tensor]
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """(folder of the file, prompts, what transformers answers, its margins [prompts, NEW_TOKENS])."""
     assert FILE is not None
-    folder = folder_of(FILE, tmp_path_factory.mktemp("cache"))
+    folder = unpacked_folder(FILE, tmp_path_factory.mktemp("cache"))
     tokenizer = TextTokenizer.load(folder)
     chats = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
     prompts = [tokenizer._encode(chat, False) for chat in chats]

@@ -131,7 +131,7 @@ def test_rows_that_share_blocks_have_the_bits_that_they_have_alone(
     places = torch.zeros(len(lens), dtype=torch.int64)
     layout = BatchLayout.of_decodes(lens.long() - 1, places, lens, tables, int(lens.max()))
     q = torch.randn((len(lens), heads, dim), generator=torch.Generator().manual_seed(1)).to(dtype) * 3
-    form = form_of(replace(longest, q=q), window, cap, has_sinks)
+    form = held_form(replace(longest, q=q), window, cap, has_sinks)
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
@@ -203,7 +203,7 @@ FORMS = [
 ]
 
 
-def form_of(case: PagedCase, window: int, cap: float, has_sinks: bool) -> AttentionForm:
+def held_form(case: PagedCase, window: int, cap: float, has_sinks: bool) -> AttentionForm:
     return AttentionForm(0.2, window, cap, sinks(case.q.shape[1]) if has_sinks else None)
 
 
@@ -219,10 +219,10 @@ def test_windows_caps_and_sinks_equal_the_reference_and_no_block_before_a_window
     chunks = paged_case([(5, 5), (64, 128), (40, 90), (3, 700)], dtype=dtype, **shape)
     for case, computed in ((decodes, decoded), (chunks, prefilled)):
         case.q.mul_(3)  # scores that caps are felt by
-        form = form_of(case, window, cap, has_sinks)
+        form = held_form(case, window, cap, has_sinks)
         check(computed(case, form), case, form)
         if cap or has_sinks:
-            without = reference.attention(case.q, case.kv_layer, case.layout, form_of(case, window, 0.0, False))
+            without = reference.attention(case.q, case.kv_layer, case.layout, held_form(case, window, 0.0, False))
             assert (computed(case, form).flatten(1) - without).abs().max() > 0.02, "the form makes no difference here"
 
 
@@ -248,7 +248,7 @@ def test_a_cache_in_fp8_is_read_as_the_numbers_it_holds(
     decodes = in_fp8(paged_case([(1, context) for context in (1, 40, 17, 600, 130)], **shape))
     chunks = in_fp8(paged_case([(5, 5), (40, 90), (3, 700)], **shape))
     for case, computed in ((decodes, decoded), (chunks, prefilled)):
-        form = replace(form_of(case, window, cap, has_sinks), kv_scales=case.form.kv_scales)
+        form = replace(held_form(case, window, cap, has_sinks), kv_scales=case.form.kv_scales)
         check(computed(case, form), case, form)
 
 

@@ -361,7 +361,7 @@ def test_any_cpu_computes_with_the_dequantised_weight(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_first_product_of_a_process_can_be_recorded(bits: Literal[8, 4]) -> None:
     """A step that had torch make a table would run eagerly for good."""
-    for cached in (packing.table_of, packing.values_of_codes):
+    for cached in (packing.code_table, packing.values_of_codes):
         cached.cache_clear()
     launcher = Launcher()
     linear = CpuQuantizedLinear(packing.quantize_and_pack(torch.randn(64, 128).bfloat16(), bits), None, launcher)

@@ -61,7 +61,7 @@ def values_of_codes(kind: Kind) -> Tensor:
 
 
 @functools.cache
-def table_of(kind: Kind) -> Tensor:
+def code_table(kind: Kind) -> Tensor:
     """The registers to look up in, bytes [vectors, 64]: of eight bits low bytes, then high bytes."""
     bits = values_of_codes(kind).bfloat16().view(torch.int16)
     if kind in ("int4", "fp4"):  # bit 4 of an index is the neighbour's: the table says the same for both
@@ -218,7 +218,7 @@ def quantize_and_pack(weight: Tensor, bits: Literal[8, 4]) -> PackedWeight:
 
 def _packed(kind: Kind, codes: Tensor, weight: QuantizedWeight) -> PackedWeight:
     """`codes` [out, in] with the weight's scales."""
-    table_of(kind)  # made before any step: recorded ones may not have torch compute
+    code_table(kind)  # made before any step: recorded ones may not have torch compute
     rows, columns = codes.shape
     panels, bits = -(-rows // PANEL_COLUMNS), weight.bits
     packed = zeros_on_huge_pages((panels, PANEL_COLUMNS * columns * bits // 8), torch.uint8)
@@ -260,7 +260,7 @@ def _constant(kind: Any, values: Sequence[float]) -> Any:
 
 
 def load_table(builder: Any, address: Any, form: Form) -> list[Any]:
-    """A table of packing.table_of, in registers."""
+    """A table of packing.code_table, in registers."""
     lines = [at(builder, address, WIDE(LINE_BYTES * vector), _BYTES) for vector in range(form.table_vectors)]
     return [builder.load(line, align=1) for line in lines]
 

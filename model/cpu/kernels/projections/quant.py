@@ -61,9 +61,9 @@ from twostroke.model.cpu.kernels.projections.packing import (
     PAIRS,
     Form,
     PackedWeight,
+    code_table,
     load_step,
     load_table,
-    table_of,
     unpack,
     values_of_codes,
     widened,
@@ -338,7 +338,7 @@ def _multiply_tasks_by_amx(words):
     amx.release_tiles()
 
 
-def _kernel_of(rows: int) -> tuple[Kernel, int]:
+def _step_kernel(rows: int) -> tuple[Kernel, int]:
     """Return the kernel that multiplies `rows` rows, and the most rows of an item. With AMX one kernel serves all."""
     if amx.is_usable():
         return _multiply_by_amx, AMX_ROWS_AN_ITEM
@@ -352,13 +352,13 @@ def multiply(launcher: Launcher, x: Tensor, weight: PackedWeight, bias: Tensor, 
         x = reorder(launcher, x, weight.order)
     x_sums = 0 if weight.offsets is None else sum_groups(launcher, x, weight.group_size)
     out = launcher.empty((rows, weight.out_features), out_dtype)
-    kernel, block = _kernel_of(rows)
+    kernel, block = _step_kernel(rows)
     scales, offsets = (0 if each is None else each for each in (weight.scales, weight.offsets))
     launcher.run(
         kernel,
         panels * -(-rows // block),
         1,
-        *(x, weight.codes, table_of(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
+        *(x, weight.codes, code_table(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
         *(inner, weight.out_features, out_dtype == torch.bfloat16, panels, rows),
         *(weight.bits, weight.group_size, groups),
     )
@@ -377,7 +377,7 @@ def multiply_tasks(
         _multiply_tasks_by_amx if amx.is_usable() else _multiply_tasks,
         len(weight.codes),
         1,
-        *(x, weight.codes, table_of(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
+        *(x, weight.codes, code_table(weight.kind), scales, offsets, x_sums, weight.factors, bias, out),
         *(inner, columns, dtype == torch.bfloat16, len(weight.codes), rows),
         *(weight.bits, weight.group_size, weight.num_groups, tasks, -(-columns // PANEL_COLUMNS)),
     )
