@@ -621,10 +621,6 @@ class ModelConfig(ModelShape):
         experts = self.spec.layer.experts
         return 0.0 if experts is None else experts.routing.top_k / experts.routing.num_experts
 
-    @property
-    def num_routed_layers(self) -> int:
-        return sum(self.experts_of(layer) is not None for layer in range(self.num_layers))
-
     def mlp_of(self, layer: int) -> MlpSpec | None:
         """Return the MLP that all tokens take, beside the experts where there are any."""
         experts, spec = self.experts_of(layer), self.spec.layer

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import ReferenceBackend, in_fp8, make_layout, paged_case
 from tests.rigs import reference
+from tests.rigs.cuda_reference import fp8_linear_reference
 from twostroke.model.backend import Backend, Chosen, ExpertWeights, KVScales
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, GatedActivation, Quantization
 from twostroke.model.cuda.backend import Fp8CudaLinear
 from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
-from twostroke.model.cuda.kernels.gemm import FP8_GROUP, fp8_linear_reference, pack_fp8
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, pack_fp8
 
 pytestmark = pytest.mark.gpu
 REFERENCES = ReferenceBackend()

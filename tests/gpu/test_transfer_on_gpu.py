@@ -37,8 +37,8 @@ CUTS = [(0, 8, 16), (2, 4, 16), (0, 8, 4), (7, 1, 1)]
 def test_chunks_are_packed_digested_encoded_and_unpacked_as_the_references_do(
     first: int, heads: int, tokens: int, encoding: Encoding
 ) -> None:
+    from tests.rigs.cuda_reference import digest_reference
     from twostroke.kvtransfer.transports.device_units import DeviceUnits
-    from twostroke.model.cuda.kernels.kv_units import digest_reference
 
     source, target = store_of(seed=1), store_of()
     shard = rank_shard(source.layout, first, heads, tokens, encoding)

@@ -76,17 +76,6 @@ def of_cache(stored, element: tl.constexpr):
     return stored.to(element)
 
 
-def quantize_tokens_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> e4m3 [T, in] and fp32 scales [T], a token's largest magnitude over e4m3's largest number; NaN for a
-    token that holds NaN or infinity."""
-    wide = x.float()
-    # By a tensor: on a GPU torch would multiply with a number's reciprocal, which is off by a bit for one in three.
-    scales = wide.abs().amax(1).clamp(min=MIN_SIZE) / wide.new_tensor(FP8_LIMIT)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
-    codes = (wide * (1 / scales)[:, None]).clamp(-FP8_LIMIT, FP8_LIMIT)
-    return codes.to(torch.float8_e4m3fn), scales
-
-
 @triton.jit
 def size_of(values):
     """Magnitudes, infinite for NaN: a maximum passes over that."""
@@ -112,7 +101,7 @@ def quantize_tokens_kernel(x, codes, scales, COLUMNS: tl.constexpr, PADDED: tl.c
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens_reference` of contiguous x."""
+    """tests/rigs/cuda_reference.py's `quantize_tokens_reference` of contiguous x."""
     tokens, columns = x.shape
     codes = torch.empty((tokens, columns), dtype=torch.uint8, device=x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=x.device)

@@ -46,7 +46,6 @@ from torch.nn import functional
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import GLU_ALPHA, GLU_LIMIT, Activation
 from twostroke.model.costs.sizes import INT4_GROUP
-from twostroke.model.cuda.kernels.fp8 import quantize_tokens_reference
 from twostroke.model.cuda.kernels.launch import Architecture, GpuTarget, await_inputs, dependent_launch, dot_precision
 
 Bits = Literal[16, 8, 4]
@@ -129,21 +128,6 @@ def pack_fp8(weight: QuantizedWeight) -> CudaPackedWeight:
     """Pack a weight that passes `can_multiply_fp8`."""
     rows, columns = weight.values.shape
     return CudaPackedWeight(weight.values.contiguous(), weight.scales.T.contiguous(), rows, columns, 8)
-
-
-def unpack(weight: CudaPackedWeight) -> Tensor:
-    """The weights that are computed with, fp32 [out, in]: the reference of the kernels that read them."""
-    if weight.bits == 16:
-        return weight.packed.float()
-    if weight.is_fp8:
-        group = weight.columns if len(weight.scales) == 1 else FP8_GROUP
-        return weight.packed.float() * weight.scales.T.repeat_interleave(group, dim=1)[:, : weight.columns]
-    if weight.bits == 8:
-        return (weight.packed.float() - BYTE_ZERO) * weight.scales[:, None]
-    blocks = weight.packed.view(weight.rows, -1, 1, INT4_GROUP)
-    values = torch.cat((blocks & 15, blocks >> 4), dim=2).float() - NIBBLE_ZERO
-    values[:, :, 1] *= 16
-    return (values * weight.scales.T.float().view(weight.rows, -1, 2, 1)).view(weight.rows, -1)[:, : weight.columns]
 
 
 def _unsigned(values: Tensor, zero: int) -> Tensor:
@@ -306,19 +290,6 @@ def gemm_config(
     if num_tokens > min(MAX_TOKENS, config.block_t):
         return config  # programs of several tiles of tokens would be counted as one tile's
     return with_splits(config, target, rows, columns)
-
-
-def linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """x [T, in] -> [T, out]: summed in fp32, rounded once to out_dtype."""
-    y = x.float() @ unpack(weight).T
-    return (y if bias is None else y + bias.float()).to(out_dtype)
-
-
-def fp8_linear_reference(x: Tensor, weight: CudaPackedWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Compute `linear_reference` of x rounded as `fp8.quantize_tokens_reference` does."""
-    codes, scales = quantize_tokens_reference(x)
-    y = codes.float() @ unpack(weight).T * scales[:, None]
-    return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
 _BYTE_ZERO = tl.constexpr(BYTE_ZERO)
@@ -545,8 +516,9 @@ def gemm(
     x_scales: Tensor | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`linear_reference` on the GPU, of FP8 `fp8_linear_reference` with x of codes and `x_scales` fp32 [T]. Returns a
-    new tensor: with an activation, what `reference.gate` makes of the fp32 sums, [T, out / 2].
+    """Compute the product of tests/rigs/cuda_reference.py; of FP8 with x of codes and `x_scales` fp32 [T].
+
+    Returns a new tensor: with an activation, what `reference.gate` makes of the fp32 sums, [T, out / 2].
 
     With splits for no more tokens than MAX_TOKENS and config.block_t, with weights of 16 bits for no more than this.
     x [T, in] and bias [out] contiguous; weights of 16 bits are of x's dtype.

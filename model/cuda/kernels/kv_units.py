@@ -124,27 +124,6 @@ _MAX_PROGRAMS = 1024
 _DIGEST_WARPS = 8
 
 
-def digest_reference(data: NDArray[np.uint8], seal: int) -> bytes:
-    """The digest of uint8 [bytes], in numpy."""
-    words = np.zeros(-(-data.size // 8), np.uint64)
-    words.view(np.uint8)[: data.size] = data
-    golden, start = np.uint64(_GOLDEN), np.uint64(seal)
-    with np.errstate(over="ignore"):
-        places = start + np.arange(1, words.size + 1, dtype=np.uint64) * golden
-        mixed = _mix_reference(words ^ places)
-        turned = (mixed << np.uint64(29)) | (mixed >> np.uint64(35))
-        a = mixed.sum(dtype=np.uint64)
-        b = (turned * (places | np.uint64(1))).sum(dtype=np.uint64)
-        size = np.uint64(data.size)
-        return _mix_reference(np.array([a ^ (start + size), b + a * golden + size], np.uint64)).tobytes()
-
-
-def _mix_reference(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
-    return x ^ (x >> np.uint64(31))
-
-
 @triton.jit
 def _mix(x):
     x = (x ^ (x >> 30)) * M1

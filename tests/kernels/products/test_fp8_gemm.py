@@ -8,18 +8,11 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import assert_close
 from tests.rigs import reference
+from tests.rigs.cuda_reference import fp8_linear_reference, quantize_tokens_reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear, GroupedCudaLinear
-from twostroke.model.cuda.kernels.fp8 import quantize_tokens, quantize_tokens_reference
-from twostroke.model.cuda.kernels.gemm import (
-    FP8_GROUP,
-    GemmConfig,
-    SplitWorkspace,
-    fp8_linear_reference,
-    gemm,
-    gemm_config,
-    pack_fp8,
-)
+from twostroke.model.cuda.kernels.fp8 import quantize_tokens
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, GemmConfig, SplitWorkspace, gemm, gemm_config, pack_fp8
 from twostroke.model.cuda.kernels.launch import A100, B200, H100, GpuTarget
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.kernels.paged_cases import assert_close
+from tests.rigs.cuda_reference import fp8_linear_reference
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, GatedActivation
 from twostroke.model.cuda.backend import CudaBackend, Fp8CudaLinear
 from twostroke.model.cuda.fp8_products import TorchProducts, torch_product
 from twostroke.model.cuda.kernels.elementwise import gate, gate_codes
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
-from twostroke.model.cuda.kernels.gemm import FP8_GROUP, SplitWorkspace, fp8_linear_reference, pack_fp8
+from twostroke.model.cuda.kernels.gemm import FP8_GROUP, SplitWorkspace, pack_fp8
 from twostroke.model.cuda.kernels.launch import H100
 
 pytestmark = pytest.mark.usefixtures("interpreter")

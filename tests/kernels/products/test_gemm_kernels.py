@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.kernels.paged_cases import TOLERANCES, assert_close
 from tests.rigs import reference
+from tests.rigs.cuda_reference import linear_reference, unpack
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, GatedActivation
 from twostroke.model.cuda.backend import CudaLinear
@@ -20,9 +21,7 @@ from twostroke.model.cuda.kernels.gemm import (
     SplitWorkspace,
     gemm,
     gemm_config,
-    linear_reference,
     pack,
-    unpack,
     with_splits,
 )
 from twostroke.model.cuda.kernels.launch import A100, H100, GpuTarget

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tests.rigs.cuda_reference import digest_reference
 from twostroke.model.cpu.kernels.kv_encode import decode_rows, encode_rows
 from twostroke.model.cuda.kernels.kv_units import (
     PADDING,
@@ -20,7 +21,6 @@ from twostroke.model.cuda.kernels.kv_units import (
     copy_units,
     decode_units,
     digest,
-    digest_reference,
     digest_units,
     encode_units,
     packed_places,
