@@ -147,7 +147,7 @@ class MLAAttention(Protocol):
     def __call__(
         self, q: Tensor, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout, chosen: Tensor | None = None
     ) -> Tensor:
-        """Rotate queries [T, H (N + P)], of each head what turns last, and attend causally. Returns [T, H V].
+        """Rotate queries [T, H (N + P)], of each head the rotary part last, and attend causally. Returns [T, H V].
 
         cos_sin and kv_layer as to Backend.write_latents. `chosen` as ContextIndex.choose returns; None: all tokens.
         """
@@ -308,7 +308,7 @@ class Backend(Protocol):
     def write_latents(
         self, rows: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> None:
-        """Normalise latents, rotate the keys' part that turns, and write both into the cache at `layout.slots`.
+        """Normalise latents, rotate the rotary part of the keys, and write both into the cache at `layout.slots`.
 
         rows [T, R + P]; norm fp32 [R]; cos_sin fp32 [max_position, P]; kv_layer [num_blocks, 1, 1, block_size, W],
         where W is R + P, or more: what lies behind stays as it is.

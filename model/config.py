@@ -25,7 +25,8 @@ class IndexSizes:
     """Indexed attention (DeepSeek-AI 2025, "DeepSeek-V3.2", section 2.1), in numbers a token.
 
     Small heads score the tokens before a query, and the query attends to those with the highest scores. A token's key,
-    which these heads share, is cached behind its latent; of it as much turns as of the attention's own keys.
+    which these heads share, is cached behind its latent; its rotary part is as wide as that of the attention's
+    keys.
     """
 
     heads: int
@@ -38,12 +39,12 @@ class IndexSizes:
 class MLASizes:
     """Multi-head latent attention (DeepSeek-AI 2024, section 2.1), in numbers a token.
 
-    A token's latent is what the keys and values of all heads are made of. It is cached with the part of the keys that
-    turns, which all heads share: one row of `rank + rotary`, and behind them the index's key where there is one.
+    A token's latent is what the keys and values of all heads are made of. It is cached with the rotary part of
+    the keys, which all heads share: one row of `rank + rotary`, and behind them the index's key where there is one.
     """
 
     rank: int  # of the latent
-    rotary: int  # of a head's queries and keys, the part that turns
+    rotary: int  # of a head's queries and keys, the rotary part
     key: int  # of a head's queries and keys, the part that does not
     value: int  # of a head
     query_rank: int = 0  # of the queries' own latent, which is not cached; 0: they are made of the layer's input
@@ -242,14 +243,14 @@ class IndexSpec:
     key: Projection  # of the layer's input
     key_norm: str  # a layer norm with a bias
     weights: Projection  # of the layer's input: the weight of each head's scores
-    interleaves: bool  # as RopeConfig's, of what turns, which is the first of a head's queries and of the key
+    interleaves: bool  # as RopeConfig's, of the rotary part, which is the first of a head's queries and of the key
 
 
 @dataclass(frozen=True)
 class MLASpec:
     """Projections between a layer's input and `q`, `k` and `v`, where the layer is of MLA."""
 
-    down: Projection  # to the latent and the keys' part that turns
+    down: Projection  # to the latent and the rotary part of the keys
     norm: str  # of the latent
     query_down: Projection | None  # None: `q` is of the layer's input
     query_norm: str | None
@@ -580,7 +581,7 @@ class ModelConfig(ModelShape):
     tie_word_embeddings: bool = False
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys know no positions
     local_rope: RopeConfig | None = None
-    local_layers: frozenset[int] = frozenset()  # whose queries and keys turn by `local_rope`
+    local_layers: frozenset[int] = frozenset()  # whose queries and keys `local_rope` rotates
     query_scale: QueryScale | None = None
     scaled_layers: frozenset[int] = frozenset()  # whose queries `query_scale` multiplies
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim), which no latents' is
@@ -639,7 +640,7 @@ class ModelConfig(ModelShape):
         return self.heads(layer).dim if self.latent is None else self.latent.rotary
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """None: this layer turns nothing."""
+        """None: this layer rotates nothing."""
         if layer in self.unrotated_layers:
             return None
         return self.local_rope if layer in self.local_layers else self.rope

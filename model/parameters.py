@@ -190,9 +190,9 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
     rotated = rope.rotated or head_dim
     if rope.type == "proportional" or (rotated == head_dim and not rope.interleaves):
         return None
-    turned = list(range(rotated))
+    rotary = list(range(rotated))
     firsts, seconds = (
-        (turned[::2], turned[1::2]) if rope.interleaves else (turned[: rotated // 2], turned[rotated // 2 :])
+        (rotary[::2], rotary[1::2]) if rope.interleaves else (rotary[: rotated // 2], rotary[rotated // 2 :])
     )
     still = list(range(rotated, head_dim))
     return *firsts, *still[: len(still) // 2], *seconds, *still[len(still) // 2 :]
@@ -325,8 +325,8 @@ def _mla_modules(config: ModelConfig, latent: MLASpec, sizes: MLASizes, prefix: 
     if index is None or of_index is None or layer in of_index.sharing:
         return found
     # What rotates is the first in files, and the last here as it is in queries.
-    turned = head_order(replace(config.rope, interleaves=index.interleaves), sizes.rotary)
-    places = (*range(sizes.rotary, of_index.key), *(range(sizes.rotary) if turned is None else turned))
+    rotary = head_order(replace(config.rope, interleaves=index.interleaves), sizes.rotary)
+    places = (*range(sizes.rotary, of_index.key), *(range(sizes.rotary) if rotary is None else rotary))
     query, key = Span(0, of_index.heads * of_index.key), Span(0, of_index.key)
     ordered = places, of_index.key
     return [

@@ -23,7 +23,7 @@ from twostroke.model.costs.sizes import GATHERED_BYTES, MAX_SCORES
 
 @dataclass(frozen=True)
 class IndexWeights:
-    """Weights of an index, whole on each rank. Of a head's queries and of the key what turns is the last."""
+    """Weights of an index, whole on each rank. Of a head's queries and of the key the rotary part is the last."""
 
     query: Linear  # the queries' latent -> heads * key
     key: Linear  # hidden -> key
@@ -36,7 +36,7 @@ class IndexWeights:
 class IndexQueries:
     """Queries of an index."""
 
-    heads: Tensor  # [T, heads, key], turned
+    heads: Tensor  # [T, heads, key], rotated
     weights: Tensor  # fp32 [T, heads]
 
     def of(self, rows: Tensor) -> "IndexQueries":

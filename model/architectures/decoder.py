@@ -37,7 +37,7 @@ class MLAWeights:
     """Weights of a layer of MLA: the projections to latents, whole on each rank, and this rank's heads
     of the queries. Norms are fp32."""
 
-    down: Linear  # hidden -> latent, and the keys' part that turns
+    down: Linear  # hidden -> latent, and the rotary part of the keys
     norm: Tensor  # of the latent
     query_down: Linear | None  # hidden -> the queries' own latent; None: `query` is of the layer's input
     query_norm: Tensor | None  # of the queries' latent
@@ -111,7 +111,7 @@ class LayerWeights:
     output: Linear  # H D -> hidden: this rank's summand
     mlp: MlpWeights | None  # None: experts alone, or nothing follows
     routed: RoutedWeights | None
-    cos_sin: Tensor  # fp32 [max_context, D], shared by the layers that turn alike
+    cos_sin: Tensor  # fp32 [max_context, D], shared by the layers with the same rotation
     head_norms: HeadNorms | None
     row_norms: RowNorms | None
     attention: AttentionForm

@@ -1,9 +1,8 @@
 """The table of rotary position embeddings (Su et al. 2021), with the scalings that checkpoints may ask for.
 
-Kernels turn dimension i of a head with dimension i + D / 2, all of them. Where a family turns other pairs, or only some
-dimensions, the rows of its query and key projections are put into an order in which its pairs lie so (`head_order` of
-parameters.py),
-which changes no product of a query and a key; what is not turned has an angle of 0.
+Kernels rotate dimension i of a head with dimension i + D / 2, all of them. Where a family rotates other pairs, or only
+some dimensions, the rows of its query and key projections are put into an order in which its pairs lie so (`head_order`
+of parameters.py), which changes no product of a query and a key; what is not rotated has an angle of 0.
 """
 
 import math
@@ -15,12 +14,12 @@ from twostroke.model.config import QueryScale, RopeConfig
 
 
 def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
-    """fp32 [num_positions, head_dim]: cos of the head_dim / 2 frequencies, then sin. None turns nothing."""
+    """fp32 [num_positions, head_dim]: cos of the head_dim / 2 frequencies, then sin. None rotates nothing."""
     cos, sin = torch.ones(num_positions, head_dim // 2), torch.zeros(num_positions, head_dim // 2)
     if rope is not None:
         rotated = rope.rotated or head_dim
-        turned = inverse_frequencies(rope, head_dim if rope.type == "proportional" else rotated)[: rotated // 2]
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), turned)
+        frequencies = inverse_frequencies(rope, head_dim if rope.type == "proportional" else rotated)[: rotated // 2]
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
         cos[:, : rotated // 2] = angles.cos() * rope.attention_factor
         sin[:, : rotated // 2] = angles.sin() * rope.attention_factor
     return torch.cat((cos, sin), dim=-1)

@@ -134,7 +134,7 @@ class CpuMLA:
         return held if self._parts is None else self._parts.whole_blocks(held)
 
     def _turned(self, q: Tensor, positions: Tensor, cos_sin: Tensor, width: int) -> Tensor:
-        """[T, H, width], of which the last numbers are those of queries [T, H, N + P] that turn, turned."""
+        """[T, H, width], of which the last numbers are those of queries [T, H, N + P], rotated."""
         out = self._launcher.empty((*q.shape[:2], width), q.dtype)
         turn_queries(self._launcher, q, out, cos_sin, positions)
         return out

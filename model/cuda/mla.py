@@ -78,7 +78,7 @@ class CudaMLA:
     def _mixed(
         self, absorbed: Tensor, q: Tensor, kv_layer: Tensor, layout: BatchLayout, log_sums: Tensor | None = None
     ) -> Tensor:
-        """Mixtures of latents [B, H, R], of absorbed queries [H, B, R] whose turned part is q's."""
+        """Mixtures of latents [B, H, R], of absorbed queries [H, B, R] whose rotated part is q's."""
         heads, count, rank = absorbed.shape
         mixed = torch.empty((count, heads, rank), dtype=q.dtype, device=q.device)
         config = latent_decode_config(self._target, heads, q.dtype, layout.max_context_len)
@@ -86,12 +86,12 @@ class CudaMLA:
         return mixed
 
     def _mixed_over_parts(
-        self, parts: ContextParts, absorbed: Tensor, turned: Tensor, kv_layer: Tensor, layout: BatchLayout
+        self, parts: ContextParts, absorbed: Tensor, rotated: Tensor, kv_layer: Tensor, layout: BatchLayout
     ) -> Tensor:
-        """The same of this rank's heads, with all ranks: absorbed [H, B, R], turned [B, H, P]."""
+        """The same of this rank's heads, with all ranks: absorbed [H, B, R], rotated [B, H, P]."""
         assert layout.local_lens is not None
         rank = absorbed.shape[2]
-        q = parts.of_all_heads(torch.cat((absorbed.transpose(0, 1), turned), dim=2))
+        q = parts.of_all_heads(torch.cat((absorbed.transpose(0, 1), rotated), dim=2))
         log_sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         held = replace(layout, context_lens=layout.local_lens)
         mixed = self._mixed(q[..., :rank].transpose(0, 1), q, kv_layer, held, log_sums)

@@ -157,7 +157,7 @@ _MISTRAL4_ROPE = {
 
 
 def read_mistral4_config(fields: ConfigFields) -> ModelConfig:
-    """Raises ConfigError. Its `head_dim` is that of whole queries, of which a part turns."""
+    """Raises ConfigError. Its `head_dim` is that of whole queries, of which a part is rotary."""
     interleaves = fields.boolean("rope_interleave", default=True)
     fields = fields.over({"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64})
     fields = fields.over({"rope_parameters": _MISTRAL4_ROPE})
@@ -204,7 +204,7 @@ def _read(
     interleaves: bool,
     has_whole_heads: bool = False,
 ) -> ModelConfig:
-    """`has_whole_heads`: what is said of heads and their part that turns is of all of a query, not of that part."""
+    """`has_whole_heads`: what is said of heads and their rotary part is of all of a query, not of that part."""
     sizes = MLASizes(
         rank=fields.integer("kv_lora_rank", default=512),
         rotary=fields.integer("qk_rope_head_dim", default=64),

@@ -53,13 +53,13 @@ class Defaults:
     head_dim: int | None = None  # None: the hidden size's share
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rotated_part: float | None = None  # of each head, for families that may turn a part; None: all of it, always
+    rotated_part: float | None = None  # of each head, for families that may rotate a part; None: all of it, always
     rope_names: Mapping[str, RopeType] = field(default_factory=dict)  # what the family's files call types otherwise
     max_position: int = 2048
     original_max_position: int | None = None  # before the rotation's scaling; None: max_position
     is_tied: bool = False  # the LM head to the embedding
     windows: "Windows | None" = None  # None: no layer has one, whatever is said of them
-    local_theta: float | None = None  # of the layers with windows, which turn by angles of their own; None: they don't
+    local_theta: float | None = None  # of the layers with windows, which have angles of their own; None: they don't
     activation: str = "silu"
     activation_field: str = "hidden_act"
 
@@ -164,7 +164,7 @@ def read_decoder(fields: "ConfigFields", spec: DecoderSpec, defaults: Defaults =
         raise fields.error("hidden_size", f"{hidden_size} is no multiple of num_attention_heads, which is {num_heads}")
     head_dim = fields.integer("head_dim", default=defaults.head_dim or hidden_size // num_heads)
     if head_dim % 2:
-        raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding turns pairs")
+        raise fields.error("head_dim", f"{head_dim} is odd, but rotary embedding rotates pairs")
     activation = fields.text(defaults.activation_field, default=defaults.activation)
     if activation not in _ACTIVATIONS:
         are = ", ".join(_ACTIVATIONS)

@@ -1,5 +1,5 @@
-"""GLM-4 dense: neighbouring dimensions are a pair, half of a head is turned; from 0414 on each sublayer's result has a
-norm of its own, too. GLM-4.5: halves of a head are turned in Llama's pairs, and most layers have experts (GLM-4.5 Team
+"""GLM-4 dense: neighbouring dimensions are a pair, half of a head is rotated; from 0414 on each sublayer's result has a
+norm of its own, too. GLM-4.5: halves of a head are rotated in Llama's pairs, and most layers have experts (GLM-4.5 Team
 2025)."""
 
 from dataclasses import replace

@@ -178,7 +178,7 @@ def read_config(fields: ConfigFields) -> ModelConfig:
     )
     defaults = Defaults(head_dim=128, rms_norm_eps=1e-5, rope_theta=500_000.0, max_position=131_072)
     config = read_decoder(fields, replace(spec, layer=layer), defaults)
-    still = frozenset(layer for layer, turns in enumerate(_rotated_layers(fields, config.num_layers)) if not turns)
+    still = frozenset(layer for layer, rotates in enumerate(_rotated_layers(fields, config.num_layers)) if not rotates)
     is_scaled = fields.has("attn_temperature_tuning") or not fields.is_given("attn_temperature_tuning")
     scale = QueryScale(
         tokens=fields.integer("floor_scale", default=8192), factor=fields.number("attn_scale", default=0.1), shift=1
@@ -199,14 +199,14 @@ def read_config(fields: ConfigFields) -> ModelConfig:
 
 
 def _rotated_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
-    """Return, by layer, if its queries and keys turn: `no_rope_layers` has 1 where they do."""
+    """Return, by layer, if its queries and keys are rotated: `no_rope_layers` has 1 where they do."""
     interval = fields.integer("no_rope_layer_interval", default=4)
     usual = [(layer + 1) % interval != 0 for layer in range(num_layers)]
     return fields.flags("no_rope_layers", usual)[:num_layers] if fields.has("no_rope_layers") else usual
 
 
 def _windows(fields: ConfigFields, config: ModelConfig, still: frozenset[int]) -> tuple[int, ...]:
-    """Return the layers' chunks. `layer_types` says which have them; where it doesn't, those that turn do."""
+    """Return the layers' chunks. `layer_types` says which have them; where it doesn't, the rotary ones do."""
     size = fields.integer("attention_chunk_size", default=8192)
     count = config.num_layers
     kinds = fields.texts("layer_types") or [

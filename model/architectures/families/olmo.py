@@ -1,5 +1,5 @@
 """OLMo 2 and 3: norms behind the sublayers instead of before, and of all heads' queries and keys together (OLMo et al.
-2025). OLMo 3 has windows in three layers of four, which turn by angles without scaling. OLMoE: Llama's norms, and
+2025). OLMo 3 has windows in three layers of four, which rotate by angles without scaling. OLMoE: Llama's norms, and
 experts (Muennighoff et al. 2024)."""
 
 from dataclasses import replace

@@ -3,8 +3,8 @@ have experts, and those of 2 one more that all tokens take.
 
 Qwen3-Next and Qwen3.5: three of four layers are gated delta nets, every fourth attends, with a gate of its output.
 
-Norms' weights are kept without 1, but for those within the delta nets. A quarter of each head turns. Of the published
-checkpoints, which see images, too, the text's part is served.
+Norms' weights are kept without 1, but for those within the delta nets. A quarter of each head is rotary. Of the
+published checkpoints, which see images, too, the text's part is served.
 """
 
 from collections.abc import Mapping

@@ -215,7 +215,7 @@ def _write_latents(words):
 @Kernels
 def _write_index_keys(words):
     """words: keys, KV layer, weight and bias of the norm, cos_sin, positions, slots, width of a key, of a row of the
-    cache, of what turns, slots of the cache, positions, eps."""
+    cache, of the rotary part, slots of the cache, positions, eps."""
     count, width, row_width, rotary = words[1], words[10], words[11], words[12]
     eps = float_of_bits(np.uint32(words[15]))
     keys = carray(as_stored(words, words[3]), (count, width))
@@ -243,7 +243,7 @@ def _write_index_keys(words):
 
 @Kernels
 def _turn_queries(words):
-    """words: q, out, cos_sin, positions, heads, width of a query, of out, what turns of both, positions of the
+    """words: q, out, cos_sin, positions, heads, width of a query, of out, the rotary part of both, positions of the
     table."""
     count, heads, width, out_width, rotary = words[1], words[7], words[8], words[9], words[10]
     q, out = (

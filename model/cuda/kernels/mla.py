@@ -1,8 +1,8 @@
 """MLA (DeepSeek-AI 2024, section 2.1): the write into the cache, decodes, and parts of prompts.
 
-A row of the cache is a token's latent, R numbers, and P that turn; rows are keys and values of all heads alike. q [T,
-H, N + P], of each head what turns last, contiguous; kv_layer [num_blocks, 1, 1, block_size, R + P], of rows that may be
-longer.
+A row of the cache is a token's latent, R numbers, and P rotary ones; rows are keys and values of all heads alike. q [T,
+H, N + P], of each head the rotary part last, contiguous; kv_layer [num_blocks, 1, 1, block_size, R + P], of rows that
+may be longer.
 
 Decodes are split into segments (segments.py). One program reads a segment's rows once for as many heads as a tile has,
 and multiplies the latents with queries that have absorbed what makes keys, and with weights. A prompt's context comes
@@ -112,7 +112,7 @@ def turn_queries_kernel(
 
 
 def turn_queries(q: Tensor, key: int, cos_sin: Tensor, positions: Tensor) -> None:
-    """Rotate what turns of queries [T, H, N + P], in place; `key` is N."""
+    """Rotate the rotary part of queries [T, H, N + P], in place; `key` is N."""
     tokens, heads, width = q.shape
     half = (width - key) // 2
     if tokens:
@@ -187,7 +187,7 @@ def latent_decode_kernel(
     share, row, end_row, row_start = part_of(context_lens, num_rows, program, tl.num_programs(1), 0, BLOCK_N)
     heads = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     ours = (heads < NUM_HEADS)[:, None]
-    dims, turning = tl.arange(0, RANK_PADDED), tl.arange(0, ROTARY_PADDED)
+    dims, rotary = tl.arange(0, RANK_PADDED), tl.arange(0, ROTARY_PADDED)
     inside = ours & (dims < RANK)[None, :]
     for _ in tl.range(row, end_row, num_stages=1):
         sequence = row.to(tl.int64)
@@ -206,9 +206,9 @@ def latent_decode_kernel(
             mask=ours & (dims < RANK)[None, :],
             other=0.0,
         )
-        turned_q = tl.load(
-            q + (sequence * NUM_HEADS + heads)[:, None] * (KEY + ROTARY) + KEY + turning[None, :],
-            mask=ours & (turning < ROTARY)[None, :],
+        rotary_q = tl.load(
+            q + (sequence * NUM_HEADS + heads)[:, None] * (KEY + ROTARY) + KEY + rotary[None, :],
+            mask=ours & (rotary < ROTARY)[None, :],
             other=0.0,
         )
         best = tl.full([BLOCK_M], NO_SCORE, tl.float32)
@@ -226,12 +226,12 @@ def latent_decode_kernel(
             v = tl.load(
                 kv_layer + offsets[:, None] + dims[None, :], mask=present[:, None] & (dims < RANK)[None, :], other=0.0
             )
-            turned = tl.load(
-                kv_layer + offsets[None, :] + RANK + turning[:, None],
-                mask=present[None, :] & (turning < ROTARY)[:, None],
+            rotary_keys = tl.load(
+                kv_layer + offsets[None, :] + RANK + rotary[:, None],
+                mask=present[None, :] & (rotary < ROTARY)[:, None],
                 other=0.0,
             )
-            scores = tl.dot(turned_q, turned, input_precision=PRECISION)
+            scores = tl.dot(rotary_q, rotary_keys, input_precision=PRECISION)
             scores = tl.dot(still_q, k, acc=scores, input_precision=PRECISION)
             scores = tl.where(present[None, :], scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
@@ -268,7 +268,7 @@ def latent_decode(
 ) -> None:
     """The layout's decodes, whose rows come first: mixtures of latents to out [B, H, R]; zeros for an empty context.
 
-    absorbed [H, B, R], its last dimension contiguous; q [T, H, N + P], turned. `log_sums`, fp32 [B, H], gets natural
+    absorbed [H, B, R], its last dimension contiguous; q [T, H, N + P], rotated. `log_sums`, fp32 [B, H], gets natural
     logarithms of sums of weights, -inf for an empty context.
     """
     heads, sequences, rank = absorbed.shape
@@ -351,14 +351,14 @@ def latent_part_kernel(
     if end <= 0:
         return
     ours = tokens < query_len
-    still, turning, dims = tl.arange(0, KEY_PADDED), tl.arange(0, ROTARY_PADDED), tl.arange(0, VALUE_PADDED)
+    still, rotary, dims = tl.arange(0, KEY_PADDED), tl.arange(0, ROTARY_PADDED), tl.arange(0, VALUE_PADDED)
     pairs = (query_start + tokens).to(tl.int64) * NUM_HEADS + head
     still_q = tl.load(
         q + pairs[:, None] * (KEY + ROTARY) + still[None, :], mask=ours[:, None] & (still < KEY)[None, :], other=0.0
     )
-    turned_q = tl.load(
-        q + pairs[:, None] * (KEY + ROTARY) + KEY + turning[None, :],
-        mask=ours[:, None] & (turning < ROTARY)[None, :],
+    rotary_q = tl.load(
+        q + pairs[:, None] * (KEY + ROTARY) + KEY + rotary[None, :],
+        mask=ours[:, None] & (rotary < ROTARY)[None, :],
         other=0.0,
     )
     inside = ours[:, None] & (dims < VALUE)[None, :]
@@ -379,9 +379,9 @@ def latent_part_kernel(
             mask=present[None, :] & (still < KEY)[:, None],
             other=0.0,
         )
-        turned = tl.load(
-            rows + token[None, :] * (RANK + ROTARY) + RANK + turning[:, None],
-            mask=present[None, :] & (turning < ROTARY)[:, None],
+        rotary_keys = tl.load(
+            rows + token[None, :] * (RANK + ROTARY) + RANK + rotary[:, None],
+            mask=present[None, :] & (rotary < ROTARY)[:, None],
             other=0.0,
         )
         v = tl.load(
@@ -389,7 +389,7 @@ def latent_part_kernel(
             mask=present[:, None] & (dims < VALUE)[None, :],
             other=0.0,
         )
-        scores = tl.dot(turned_q, turned, input_precision=PRECISION)
+        scores = tl.dot(rotary_q, rotary_keys, input_precision=PRECISION)
         scores = tl.dot(still_q, k, acc=scores, input_precision=PRECISION)
         visible = present[None, :] & (part_start + at[None, :] <= positions[:, None])
         scores = tl.where(visible, scores, float("-inf"))
@@ -417,7 +417,7 @@ def latent_part(
 ) -> None:
     """Let all chunks' queries attend to one part of their contexts as well, from position `start` on.
 
-    q [T, H, N + P], turned. kinds: keys [chunks, tokens, H, N] and values [chunks, tokens, H, V] of the part; rows
+    q [T, H, N + P], rotated. kinds: keys [chunks, tokens, H, N] and values [chunks, tokens, H, V] of the part; rows
     [chunks, tokens, R + P] of the cache, which they were made of. state, written by the part from 0 on and then read:
     fp32 averages [T, H, V] and base-2 logarithms of sums of weights [T, H].
     """
