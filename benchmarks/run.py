@@ -63,7 +63,7 @@ MODEL_NAME = "model"
 END_S = 5.0
 SETTLE_S = 0.5  # between turns: a server's threads may spin a while after their last step
 LEAK_S = 5.0  # until workers have told of all blocks that they gave back
-SAMPLE_S = 0.5
+SAMPLE_S = 1.0
 LOAD_SEEDS = 1_000
 """Seeds of each load's rounds: no load sends the prompts of another, which a server might have in its cache."""
 WARM_UP_SEED = 1_000_000

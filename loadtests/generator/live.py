@@ -231,7 +231,7 @@ class ProgressDisplay:
 
     def show(self, progress: RunProgress) -> None:
         elapsed = f"{progress.elapsed_s:.0f} of {self._plan.seconds:g} s"
-        text = record_line(progress)
+        text = progress_line(progress)
         self._bar.update(self._task, completed=progress.elapsed_s, elapsed=elapsed, text=text)
         if self._bar.disable and (progress.elapsed_s >= self._next_line_s or progress.is_over):
             self.say(f"{elapsed}: {text}")
@@ -241,7 +241,7 @@ class ProgressDisplay:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def record_line(progress: RunProgress) -> str:
+def progress_line(progress: RunProgress) -> str:
     parts = [f"{progress.sent} sent", f"{progress.under_way} under way", f"{progress.ok} ok"]
     parts += [
         f"{number} {what}" for number, what in ((progress.refused, "refused"), (progress.failed, "failed")) if number

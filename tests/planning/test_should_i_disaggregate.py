@@ -90,7 +90,8 @@ def test_prediction_errors_are_part_of_what_is_uncertain() -> None:
 def test_unmeasured_hardware_is_answered_by_simulation_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "SEEDS", 1)
+    for name, few in (("SEEDS", 1), ("LENGTHS", (64, 1024)), ("SWEPT_SHARES", (0.5, 1.25))):
+        monkeypatch.setattr(verdict, name, few)
     costs = tmp_path / "costs.json"
     costs.write_bytes(msgspec.json.encode(SMALL))
     asked = ("--input-tokens", "512", "--costs", str(costs), "--slo", "ttft=0.5,tpot=0.05", "--report")

@@ -20,7 +20,7 @@ from twostroke.loadtests.generator.live import (
     count,
     met,
     percentile,
-    record_line,
+    progress_line,
     series,
 )
 from twostroke.loadtests.generator.locust_head import LocustHead
@@ -148,11 +148,11 @@ BEGINNING = RunProgress(0.5, 2, 2, 0, 0, 0, None, None, None, is_over=False, err
 
 
 def test_what_is_not_known_yet_and_what_did_not_happen_is_left_out() -> None:
-    assert record_line(BEGINNING) == "2 sent, 2 under way, 0 ok"
+    assert progress_line(BEGINNING) == "2 sent, 2 under way, 0 ok"
 
 
 def test_a_line_has_all_that_tells_whether_to_go_on() -> None:
     progress = RunProgress(30.0, 50, 4, 40, 5, 1, 0.875, 0.2512, 0.00312, is_over=False, error=None)
-    assert record_line(progress) == (
+    assert progress_line(progress) == (
         "50 sent, 4 under way, 40 ok, 5 refused, 1 failed, SLO met by 87.5%, TTFT P50 0.251 s, lag P99 3.12 ms"
     )
