@@ -543,7 +543,7 @@ class Speculator:
             drafted_s = reading_s + costs.decode_s(num_drafted, num_drafted * context)
             self._row_costs.note(len(decodes), num_drafted, seconds, _step_s(costs, decodes), drafted_s)
 
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
+    def accepted(self, num_drafted: int, num_accepted: int) -> None:
         """Count a draft that a step has run."""
         counters = self.counters
         counters.num_drafts += 1

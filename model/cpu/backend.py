@@ -27,7 +27,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cpu import linears, mla
 from twostroke.model.cpu.experts import make_experts
-from twostroke.model.cpu.kernels import attention, elementwise, experts, states
+from twostroke.model.cpu.kernels import elementwise, experts, paged_attention, states
 from twostroke.model.cpu.kernels.core_lending import CoreLending
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
@@ -134,9 +134,9 @@ class CpuBackend:
         rows, heads, dim = q.shape
         out = self.launcher.empty((rows, heads, dim), q.dtype)
         if layout.num_decodes:
-            attention.decode_attention(self.launcher, q, kv_layer, layout, form, out)
+            paged_attention.decode_attention(self.launcher, q, kv_layer, layout, form, out)
         if layout.num_decodes < layout.context_lens.numel():
-            attention.prefill_attention(q, kv_layer, layout, form, out)
+            paged_attention.prefill_attention(q, kv_layer, layout, form, out)
         return out.view(rows, heads * dim)
 
     def write_latents(

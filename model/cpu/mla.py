@@ -18,7 +18,7 @@ from torch import Tensor
 from twostroke.model.architectures.context_index import gathered
 from twostroke.model.backend import AttentionForm, MLAHeads
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cpu.kernels import attention
+from twostroke.model.cpu.kernels import paged_attention
 from twostroke.model.cpu.kernels.elementwise import turn_queries
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
@@ -114,14 +114,14 @@ class CpuMLA:
         launcher, parts = self._launcher, self._parts
         if parts is None:
             mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
-            attention.decode_attention(launcher, absorbed, kv_layer, layout, self._form, mixed)
+            paged_attention.decode_attention(launcher, absorbed, kv_layer, layout, self._form, mixed)
             return mixed
         assert layout.local_lens is not None
         absorbed = parts.of_all_heads(absorbed)
         mixed = launcher.empty((*absorbed.shape[:2], self._rank), absorbed.dtype)
         log_sums = launcher.empty(absorbed.shape[:2], torch.float32)
         held = replace(layout, context_lens=layout.local_lens)
-        attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
+        paged_attention.decode_attention(launcher, absorbed, kv_layer, held, self._form, mixed, log_sums)
         return parts.merged(mixed, log_sums)
 
     def _block_size(self, kv_layer: Tensor) -> int:
@@ -159,7 +159,7 @@ class CpuMLA:
                 table = torch.arange(len(used), dtype=table.dtype)
             absorbed = self._absorb(q, positions, cos_sin)
             mixed = torch.empty_like(absorbed)
-            attention.attend_chunk(absorbed, kv_layer, table, context, self._form, mixed)
+            paged_attention.attend_chunk(absorbed, kv_layer, table, context, self._form, mixed)
             self._values(mixed[..., : self._rank], out)
             return
         queries = self._turned(q, positions, cos_sin, query)

@@ -26,10 +26,6 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Activation, PrefillKernel, Quantization
 from twostroke.model.cuda.fp8_products import TorchProducts, torch_product
 from twostroke.model.cuda.kernels import elementwise, experts, launch
-from twostroke.model.cuda.kernels.attention import (
-    decode_attention,
-    decode_config,
-)
 from twostroke.model.cuda.kernels.fp8 import quantize_tokens
 from twostroke.model.cuda.kernels.gemm import (
     FP8_GROUP,
@@ -51,6 +47,10 @@ from twostroke.model.cuda.kernels.grouped_gemm import (
 )
 from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.cuda.kernels.mla import write_latents
+from twostroke.model.cuda.kernels.paged_attention import (
+    decode_attention,
+    decode_config,
+)
 from twostroke.model.cuda.kernels.states import CudaStates
 from twostroke.model.cuda.mla import CudaMLA
 from twostroke.model.cuda.prompt_attention import PromptAttention, rows_like, variant_key

@@ -9,7 +9,6 @@ from torch.nn import functional
 from twostroke.model.architectures.context_index import gathered
 from twostroke.model.backend import MLAHeads
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.attention import prompt_chunks
 from twostroke.model.cuda.kernels.launch import GpuTarget
 from twostroke.model.cuda.kernels.mla import (
     latent_decode,
@@ -18,6 +17,7 @@ from twostroke.model.cuda.kernels.mla import (
     latent_part_config,
     turn_queries,
 )
+from twostroke.model.cuda.kernels.paged_attention import prompt_chunks
 from twostroke.model.parallel.tensor_parallel import ContextParts
 
 PART_TOKENS = 8192

@@ -22,8 +22,8 @@ from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.config import PrefillKernel
 from twostroke.model.cuda.kernels import launch
-from twostroke.model.cuda.kernels.attention import PrefillTiling, prefill_attention, prefill_config, prompt_chunks
 from twostroke.model.cuda.kernels.launch import GpuTarget
+from twostroke.model.cuda.kernels.paged_attention import PrefillTiling, prefill_attention, prefill_config, prompt_chunks
 from twostroke.model.step import SequenceStep
 
 # Enough tokens that a chunk takes large tiles.

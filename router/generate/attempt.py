@@ -78,7 +78,7 @@ class Attempt:
         self._ticket = None if path.prefill is None else self._mint(path.prefill, path.decode)
         self._stream = deps.channels.subscribe(self._decode, request.request_id, max_tokens=request.max_tokens)
 
-    def end(self, error: TwostrokeError) -> None:
+    def fail(self, error: TwostrokeError) -> None:
         """Have `events` raise `error` once the reader has what has come already."""
         self._stream.fail(error)
 
@@ -88,7 +88,6 @@ class Attempt:
         The consumer adds each event's tokens to those sent before it takes the next. After `time_left_s` the attempt
         fails.
         """
-        request_id = self._request.request_id
         prefill, sent = self._path.prefill, self._log.attempt.sent
         calls = {self._decode: asyncio.create_task(self._call_decode())}
         if prefill is not None:
@@ -116,19 +115,24 @@ class Attempt:
         finally:
             timer.cancel()
             self._stream.close()
-            for worker, call in calls.items():
-                if not (complete and call.done()):
-                    # The channel is quicker than the call, works where the call is stuck, and reaches a prefill
-                    # worker whose call is over and whose transfer is not.
-                    self._channels.send(worker, Cancel(request_id))
-                call.cancel()
-            tasks = list(calls.values())
-            if prefill is not None:
-                self._channels.unwatch_sending(prefill.peer, request_id)
-            if self._takeover is not None:
-                self._takeover.cancel()
-                tasks.append(self._takeover)
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._end_calls(calls, is_complete=complete)
+
+    async def _end_calls(self, calls: dict[Peer, "asyncio.Task[None]"], *, is_complete: bool) -> None:
+        """End both calls, and abort the request at workers that have not finished it: a client's leaving comes here."""
+        request_id, prefill = self._request.request_id, self._path.prefill
+        for worker, call in calls.items():
+            if not (is_complete and call.done()):
+                # The channel is quicker than the call, works where the call is stuck, and reaches a prefill
+                # worker whose call is over and whose transfer is not.
+                self._channels.send(worker, Cancel(request_id))
+            call.cancel()
+        tasks = list(calls.values())
+        if prefill is not None:
+            self._channels.unwatch_sending(prefill.peer, request_id)
+        if self._takeover is not None:
+            self._takeover.cancel()
+            tasks.append(self._takeover)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _note_progress(self, event: TokenEvent) -> None:
         """Emit what new tokens say beside themselves."""

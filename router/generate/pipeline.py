@@ -358,7 +358,7 @@ class Pipeline:
             state.tokens,
             context.suspect,
             worker,
-            attempt.end,
+            attempt.fail,
             self._clock(),
             num_moves=num_moves,
             num_before=len(state.tokens),

@@ -32,7 +32,7 @@ from twostroke.router.openai.schemas import (
     ChatRequest,
     GenerationFields,
     SamplingFields,
-    StopStrings,
+    StopList,
 )
 from twostroke.router.request_state import ChoiceJob
 from twostroke.router.text.tokenizer import TextTokenizer
@@ -333,7 +333,7 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    stop_sequences: StopStrings | None = None
+    stop_sequences: StopList | None = None
 
     def draft(self) -> ChatDraft:
         draft = super().draft()

@@ -58,7 +58,7 @@ _INT64 = 2**63
 _Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]  # by itself; an empty one is none
 _BadWord = Annotated[str, Field(min_length=1, max_length=64)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
+StopList = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKEN_IDS)]
 PromptText = Annotated[str, Field(min_length=1)]
@@ -76,7 +76,7 @@ def _as_list(value: Any) -> Any:
     return value
 
 
-Stop = Annotated[StopStrings, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopStrings)]
+Stop = Annotated[StopList, BeforeValidator(_as_list, json_schema_input_type=_Stop | StopList)]
 
 WITHOUT_EFFECT = frozenset(
     # What OpenAI's own clients send for OpenAI's own books, or to get the same answer sooner.

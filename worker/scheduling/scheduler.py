@@ -784,7 +784,7 @@ class Scheduler:
                 break
         job.drew(len(accepted), len(entry.drafts))
         if entry.drafts and self.speculator is not None:
-            self.speculator.verified(len(entry.drafts), len(accepted) - 1)
+            self.speculator.accepted(len(entry.drafts), len(accepted) - 1)
         return NewTokens(job, index, tuple(accepted), reason)
 
     def _append(self, job: WorkerJob, token: SampledToken) -> FinishReason | None:

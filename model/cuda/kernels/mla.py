@@ -19,11 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cuda.kernels.attention import (
-    NO_SCORE,
-    cached_kv_offsets,
-    prompt_chunks,
-)
 from twostroke.model.cuda.kernels.launch import (
     LOG2_E,
     Architecture,
@@ -31,6 +26,11 @@ from twostroke.model.cuda.kernels.launch import (
     dot_precision,
     padded_head,
     power_of_two,
+)
+from twostroke.model.cuda.kernels.paged_attention import (
+    NO_SCORE,
+    cached_kv_offsets,
+    prompt_chunks,
 )
 from twostroke.model.cuda.kernels.segments import (
     LN_2,

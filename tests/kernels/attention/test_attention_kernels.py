@@ -8,7 +8,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.paged_cases import PagedCase, assert_close, in_fp8, paged_case
 from tests.rigs import reference
-from twostroke.model.cuda.kernels.attention import (
+from twostroke.model.cuda.kernels.launch import A100, H100, Architecture, GpuTarget
+from twostroke.model.cuda.kernels.paged_attention import (
     DecodeTiling,
     PrefillTiling,
     decode_attention,
@@ -16,7 +17,6 @@ from twostroke.model.cuda.kernels.attention import (
     prefill_attention,
     prefill_config,
 )
-from twostroke.model.cuda.kernels.launch import A100, H100, Architecture, GpuTarget
 from twostroke.model.cuda.kernels.segments import SplitConfig
 
 pytestmark = pytest.mark.usefixtures("interpreter")

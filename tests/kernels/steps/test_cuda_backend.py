@@ -20,8 +20,8 @@ from twostroke.model.checkpoint.config_file import load_model_config
 from twostroke.model.cuda import backend as cuda_backend
 from twostroke.model.cuda import prompt_attention
 from twostroke.model.cuda.backend import CudaBackend
-from twostroke.model.cuda.kernels.attention import DecodeTiling
 from twostroke.model.cuda.kernels.launch import A100, H100
+from twostroke.model.cuda.kernels.paged_attention import DecodeTiling
 from twostroke.model.cuda.kernels.segments import SplitConfig
 
 pytestmark = pytest.mark.usefixtures("interpreter")

@@ -12,7 +12,7 @@ from tests.kernels.paged_cases import PagedCase, in_fp8, paged_case
 from tests.rigs import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
-from twostroke.model.cpu.kernels import attention as cpu_attention
+from twostroke.model.cpu.kernels import paged_attention as cpu_attention
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.protocol.kv_layout import first_seen
 

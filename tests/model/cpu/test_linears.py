@@ -17,7 +17,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight, fp4_values,
 from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.backend import CpuBackend
-from twostroke.model.cpu.kernels import attention, decode, elementwise, prefill
+from twostroke.model.cpu.kernels import decode, elementwise, prefill
 from twostroke.model.cpu.kernels.launch import Kernel, Kernels, Words, compiled
 from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
@@ -154,7 +154,7 @@ def test_a_projection_keeps_nothing_of_what_it_was_made_of(dtype: torch.dtype, q
     assert torch.equal(linear(x), before)
 
 
-@pytest.mark.parametrize("module", [attention, decode, elementwise, gemm, packing, prefill, quant])
+@pytest.mark.parametrize("module", [paged_attention, decode, elementwise, gemm, packing, prefill, quant])
 def test_a_start_finds_the_machine_code_of_the_last_one(module: ModuleType) -> None:
     kernels = [value for value in vars(module).values() if isinstance(value, Kernel)]
     kernels += [value.of(torch.float32) for value in vars(module).values() if isinstance(value, Kernels)]

@@ -1,4 +1,4 @@
-"""Causal attention over the paged cache: of prompt chunks, and of one token a sequence.
+"""Paged attention on GPUs: causal attention over the paged cache, of prompt chunks and of one token a sequence.
 
 Chunks: variable lengths, cached prefixes, grouped query heads.
 
