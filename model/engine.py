@@ -17,7 +17,7 @@ from twostroke.protocol.messages import ArrangeExperts
 from twostroke.protocol.requests import SampledToken
 
 if TYPE_CHECKING:  # numba is imported only where there is no GPU
-    from twostroke.model.cpu.kernels.core_lending import CoreLending
+    from twostroke.model.cpu.kernels.launch import CoreLending
 
 
 class ThreadEngine:

@@ -60,7 +60,7 @@ from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams
 
 if TYPE_CHECKING:  # numba is imported only where there is no GPU
-    from twostroke.model.cpu.kernels.core_lending import CoreLending
+    from twostroke.model.cpu.kernels.launch import CoreLending
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class LoadedEngine:
         check_memory(self._device.type, weights=weights, cache=(blocks or 1) * block, step=step, free=free)
         self._lending: CoreLending | None = None
         if config.core_table is not None:
-            from twostroke.model.cpu.kernels.core_lending import lend_cores
+            from twostroke.model.cpu.kernels.launch import lend_cores
 
             self._lending = lend_cores(config.threads or len(os.sched_getaffinity(0)), config.core_table)
         try:

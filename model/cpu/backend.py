@@ -28,8 +28,7 @@ from twostroke.model.config import Activation, Quantization, Routing
 from twostroke.model.cpu import linears, mla
 from twostroke.model.cpu.experts import make_experts
 from twostroke.model.cpu.kernels import elementwise, experts, paged_attention, states
-from twostroke.model.cpu.kernels.core_lending import CoreLending
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import CoreLending, Launcher
 from twostroke.model.cpu.kernels.projections import gemm
 from twostroke.model.parallel.tensor_parallel import ContextParts
 

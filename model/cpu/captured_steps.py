@@ -1,4 +1,4 @@
-"""Decode steps as Programs (model/cpu/kernels/program.py): one parallel region a step, for any number of layers."""
+"""Decode steps as Programs (model/cpu/kernels/launch.py): one parallel region a step, for any number of layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from twostroke.model.architectures.decoder import Decoder
 from twostroke.model.batch import StepDecoder
 from twostroke.model.cache.kv_cache import KVCache
 from twostroke.model.captured_steps import DecodeInputs, decode_input, drawn_logits, drawn_mtp_logits
-from twostroke.model.cpu.kernels.program import Launcher, NotRecordable, Program
+from twostroke.model.cpu.kernels.launch import Launcher, NotRecordable, Program
 from twostroke.model.step import SequenceStep
 
 MAX_BATCH = 64

@@ -14,7 +14,7 @@ from twostroke.model.backend import Chosen, ExpertPlaces, Experts, ExpertWeights
 from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.config import Activation, Quantization
 from twostroke.model.cpu.kernels import elementwise, experts
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
 from twostroke.model.cpu.linears import is_quantized_supported, is_supported, make_linear, packed_memory
 

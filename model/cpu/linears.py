@@ -16,7 +16,7 @@ from twostroke.model.cache.memory import available_bytes
 from twostroke.model.checkpoint.quantization import QuantizedWeight, quantize
 from twostroke.model.config import Quantization
 from twostroke.model.cpu.kernels import floats
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant, short_tiles
 
 ROWS_WIDENED = 256  # of weights, by torch, at a time

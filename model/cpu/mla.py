@@ -20,7 +20,7 @@ from twostroke.model.backend import AttentionForm, MLAHeads
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import paged_attention
 from twostroke.model.cpu.kernels.elementwise import turn_queries
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.model.cpu.kernels.projections import gemm
 from twostroke.model.cpu.linears import is_supported
 from twostroke.model.parallel.tensor_parallel import ContextParts

@@ -22,8 +22,7 @@ from twostroke.model.cuda.kernels.device_sampling import (
     draw_on_device,
     mask_on_device,
 )
-from twostroke.model.sampling.draws import row_keys
-from twostroke.model.sampling.sampler import Sampler, adjust, unsound_rows
+from twostroke.model.sampling.sampler import Sampler, adjust, row_keys, unsound_rows
 from twostroke.model.sampling.token_masks import TokenMasks
 from twostroke.model.step import Draw, ScoredRows, note_broken
 from twostroke.protocol.requests import SampledToken, SamplingParams

@@ -22,7 +22,7 @@ from twostroke.model.cuda.graphs import CudaGraphSteps, PromptGraphs, Recorder, 
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import LoadedEngine, load_engine
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.draws import DrawBatch, TorchSampling, row_keys
+from twostroke.model.sampling.sampler import DrawBatch, TorchSampling, row_keys
 from twostroke.model.step import BlockCopy, Draw, SequenceStep
 from twostroke.protocol.errors import ConfigError
 from twostroke.protocol.requests import SamplingParams

@@ -21,7 +21,7 @@ from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.parallel.tensor_parallel import ContextParts, SingleRank, TensorParallel
 from twostroke.model.parameters import expected_shapes
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.draws import DrawBatch, row_keys
+from twostroke.model.sampling.sampler import DrawBatch, row_keys
 from twostroke.model.step import Draw, SequenceStep
 from twostroke.protocol.requests import SamplingParams
 

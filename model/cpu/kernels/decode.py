@@ -33,6 +33,7 @@ from twostroke.model.cpu.kernels.floats import (
 )
 from twostroke.model.cpu.kernels.launch import (
     Kernels,
+    Launcher,
     as_floats,
     as_short_integers,
     as_stored,
@@ -41,7 +42,6 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
 )
 from twostroke.model.cpu.kernels.prefill import KEY_PADDING, first_seen, soften
-from twostroke.model.cpu.kernels.program import Launcher
 
 SEGMENT_TOKENS = 512  # about; whole blocks
 

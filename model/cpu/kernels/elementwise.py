@@ -18,6 +18,7 @@ from twostroke.model.cpu.kernels.floats import exponential, hyperbolic_tangent, 
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
+    Launcher,
     as_cached,
     as_floats,
     as_halves,
@@ -27,7 +28,6 @@ from twostroke.model.cpu.kernels.launch import (
     float_of_bits,
     taken,
 )
-from twostroke.model.cpu.kernels.program import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
 LOGITS = 4096  # as many, where one row can be more

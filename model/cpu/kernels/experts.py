@@ -18,6 +18,7 @@ from twostroke.model.cpu.kernels.floats import exponential, sigmoid, store, wide
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
+    Launcher,
     as_floats,
     as_integers,
     as_short_integers,
@@ -26,7 +27,6 @@ from twostroke.model.cpu.kernels.launch import (
     float_of_bits,
     taken,
 )
-from twostroke.model.cpu.kernels.program import Launcher
 
 GRAIN_ELEMENTS = 8192  # what a thread takes at a time: some microseconds of work
 

@@ -41,6 +41,7 @@ from twostroke.model.cpu.kernels.floats import (
 )
 from twostroke.model.cpu.kernels.launch import (
     Kernels,
+    Launcher,
     as_cached,
     as_short_integers,
     as_stored,
@@ -48,7 +49,6 @@ from twostroke.model.cpu.kernels.launch import (
     float_of_bits,
     taken,
 )
-from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections.short_tiles import COLUMNS_TOGETHER, LANES, multiply, transpose
 from twostroke.protocol.kv_layout import first_seen
 

@@ -1,7 +1,7 @@
 """SamplingKernels for CPUs: numba over rows, linear in the vocabulary, no full sort.
 
 Each row is done alone, in a fixed order of operations, on one thread without the GIL: a row's result can't depend on
-the batch. The reference, and what exactly is drawn, is model/sampling/draws.py; both are tested to agree.
+the batch. The reference, and what exactly is drawn, is model/sampling/sampler.py; both are tested to agree.
 """
 
 import math
@@ -12,7 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from twostroke.model.sampling.draws import GOLDEN, MIX_1, MIX_2, DrawBatch
+from twostroke.model.sampling.sampler import GOLDEN, MIX_1, MIX_2, DrawBatch
 
 _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 _12, _27, _30, _31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
@@ -160,7 +160,7 @@ def _race(values, ids, count, maximum, temperature, best, key):
 
 @njit(cache=True, nogil=True)
 def _uniform(key, token):
-    """Return an exact number in (0, 1): see model/sampling/draws.py."""
+    """Return an exact number in (0, 1): see model/sampling/sampler.py."""
     x = key + (np.uint64(token) + np.uint64(1)) * _GOLDEN
     x = (x ^ (x >> _30)) * _MIX_1
     x = (x ^ (x >> _27)) * _MIX_2

@@ -37,6 +37,7 @@ from twostroke.model.cpu.kernels.floats import sigmoid, store, widen
 from twostroke.model.cpu.kernels.launch import (
     Kernel,
     Kernels,
+    Launcher,
     as_floats,
     as_integers,
     as_short_integers,
@@ -45,7 +46,6 @@ from twostroke.model.cpu.kernels.launch import (
     float_of_bits,
     taken,
 )
-from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.state_sizes import StateSizes
 
 

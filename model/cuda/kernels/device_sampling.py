@@ -1,6 +1,6 @@
 """Drawing tokens wholly on a GPU, in launches whose grids depend on the shape alone: nothing waits for the host.
 
-What is drawn is written down in model/sampling/draws.py, whose TorchSampling is the reference. Probabilities are
+What is drawn is written down in model/sampling/sampler.py, whose TorchSampling is the reference. Probabilities are
 summed as integers (2^-44 of the largest one), so that a sum does not depend on the order in which programs add: a row's
 token is the same in every batch and at every split of the rows.
 
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twostroke.model.cuda.kernels.launch import power_of_two
-from twostroke.model.sampling.draws import GOLDEN, MIX_1, MIX_2
+from twostroke.model.sampling.sampler import GOLDEN, MIX_1, MIX_2
 
 _GOLDEN: tl.constexpr = tl.constexpr(GOLDEN)
 _MIX_1: tl.constexpr = tl.constexpr(MIX_1)
@@ -336,7 +336,7 @@ def cut_kernel(
 
 @triton.jit
 def _random(key, ids):
-    """52 bits, of SplitMix64's outputs: see model/sampling/draws.py."""
+    """52 bits, of SplitMix64's outputs: see model/sampling/sampler.py."""
     x = key + (ids + 1).to(tl.uint64) * _GOLDEN
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2

@@ -27,8 +27,7 @@ from twostroke.model.cuda.sampler import MAX_CAPTURED_ROWS, DeviceSampler
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.parallel.form import ParallelForm
 from twostroke.model.runner import ModelRunner
-from twostroke.model.sampling.draws import DrawBatch, TorchSampling
-from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.sampling.sampler import DrawBatch, Sampler, TorchSampling
 from twostroke.model.sampling.token_masks import TokenMasks
 from twostroke.model.step import BrokenLogits, Constraint, Draw, RowFault, SequenceStep
 from twostroke.protocol.requests import SamplingParams

@@ -13,7 +13,7 @@ from twostroke.model.architectures.states import ConvolutionWeights, ShortConvol
 from twostroke.model.backend import GroupNorm, StateKernels
 from twostroke.model.batch import BatchLayout, make_layout
 from twostroke.model.cpu.backend import CpuStates
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.model.state_sizes import ConvolutionSizes, DeltaSizes, MambaSizes
 from twostroke.model.step import SequenceStep
 

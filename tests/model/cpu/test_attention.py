@@ -13,7 +13,7 @@ from tests.rigs import reference
 from twostroke.model.backend import AttentionForm
 from twostroke.model.batch import BatchLayout
 from twostroke.model.cpu.kernels import paged_attention as cpu_attention
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.protocol.kv_layout import first_seen
 
 SHAPES = [(4, 4, 16), (8, 2, 64), (6, 1, 40), (2, 1, 72), (4, 2, 80), (3, 1, 128), (12, 2, 96)]

@@ -14,10 +14,19 @@ import pytest
 import torch
 
 from twostroke.model.cache.layer_announcer import LaunchedStep
-from twostroke.model.cpu.kernels import core_lending
-from twostroke.model.cpu.kernels.core_lending import CHECK_S, CoreLending, lend_cores
-from twostroke.model.cpu.kernels.launch import Kernel, as_integers, taken
-from twostroke.model.cpu.kernels.program import _RELEASED, MAX_THREADS, Launcher, Program
+from twostroke.model.cpu.kernels import launch
+from twostroke.model.cpu.kernels.launch import (
+    _RELEASED,
+    CHECK_S,
+    MAX_THREADS,
+    CoreLending,
+    Kernel,
+    Launcher,
+    Program,
+    as_integers,
+    lend_cores,
+    taken,
+)
 from twostroke.model.engine import ThreadEngine
 from twostroke.model.engine_config import EngineConfig
 from twostroke.model.load import load_engine
@@ -93,7 +102,7 @@ def test_a_closed_worker_lends_nothing_and_the_last_one_removes_the_table(join: 
 def test_a_killed_worker_lends_its_cores_no_longer_than_until_somebody_looks(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from twostroke.model.cpu.kernels.core_lending import CoreLending\n"
+        "from twostroke.model.cpu.kernels.launch import CoreLending\n"
         "CoreLending(2, Path(sys.argv[1])); CoreLending(3, Path(sys.argv[1])).end()\n"
         "print(flush=True); sys.stdin.read()"
     )
@@ -136,7 +145,7 @@ def test_a_worker_that_can_not_take_part_keeps_to_its_own_cores(
     assert lend_cores(2, tmp_path / "table") is None
     assert not (tmp_path / "elsewhere").exists()
     (tmp_path / "table").unlink()
-    monkeypatch.setattr(core_lending, "MAX_WORKERS", 0)
+    monkeypatch.setattr(launch, "MAX_WORKERS", 0)
     assert lend_cores(2, tmp_path / "table") is None
     assert "keep to their own 2 cores" in caplog.text
 

@@ -18,8 +18,7 @@ from twostroke.model.config import Quantization
 from twostroke.model.cpu import linears
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.kernels import decode, elementwise, paged_attention, prefill
-from twostroke.model.cpu.kernels.launch import Kernel, Kernels, Words, compiled
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Kernel, Kernels, Launcher, Words, compiled
 from twostroke.model.cpu.kernels.projections import gemm, packing, quant
 from twostroke.model.cpu.linears import CpuLinear, CpuQuantizedLinear, TorchQuantizedLinear, make_linear
 

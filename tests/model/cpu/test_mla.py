@@ -9,7 +9,7 @@ from twostroke.model.architectures import context_index
 from twostroke.model.backend import LayerNorm
 from twostroke.model.cpu import mla
 from twostroke.model.cpu.kernels.elementwise import write_index_keys, write_latents
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.model.cpu.linears import is_supported
 from twostroke.model.parallel.tensor_parallel import ContextParts, GroupRanks
 

@@ -16,8 +16,16 @@ from torch import Tensor
 
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.kernels import elementwise
-from twostroke.model.cpu.kernels.launch import Kernel, as_integers, taken
-from twostroke.model.cpu.kernels.program import ALIGNMENT, Arena, Launcher, NotRecordable, Program
+from twostroke.model.cpu.kernels.launch import (
+    ALIGNMENT,
+    Arena,
+    Kernel,
+    Launcher,
+    NotRecordable,
+    Program,
+    as_integers,
+    taken,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -126,7 +134,7 @@ def test_recording_does_not_import_torchs_compiler_which_takes_a_second() -> Non
     code = """
 import sys
 import torch
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 launcher = Launcher()
 with launcher.recording():
     launcher.empty((2, 3), torch.float32).view(3, 2)

@@ -21,7 +21,7 @@ from twostroke.model.checkpoint.quantization import QuantizedWeight
 from twostroke.model.cpu.backend import CpuBackend
 from twostroke.model.cpu.experts import CpuExperts, PlainExperts
 from twostroke.model.cpu.kernels import experts
-from twostroke.model.cpu.kernels.program import Launcher
+from twostroke.model.cpu.kernels.launch import Launcher
 from twostroke.model.parallel.experts import ExpertHits, ExpertSlots, make_places, use_copies
 from twostroke.model.parallel.form import Shard
 from twostroke.model.parallel.tensor_parallel import GroupRanks, Rendezvous, SingleRank

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from tests.model.conftest import draw_batch
 from twostroke.model.cpu.kernels.sampling import CpuSampling, _uniform
-from twostroke.model.sampling.draws import TorchSampling, _gumbel, row_keys
-from twostroke.model.sampling.sampler import MIN_LOGPROB, Sampler, adjust
+from twostroke.model.sampling.sampler import MIN_LOGPROB, Sampler, TorchSampling, _gumbel, adjust, row_keys
 from twostroke.model.step import BrokenLogits, Draw, RowFault, is_penalised
 from twostroke.protocol.requests import SampledToken, SamplingParams
 

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from twostroke.model.bundled import BUNDLED_MODEL_DIR
 from twostroke.model.cpu.kernels.sampling import CpuSampling
-from twostroke.model.sampling.draws import TorchSampling
-from twostroke.model.sampling.sampler import Sampler
+from twostroke.model.sampling.sampler import Sampler, TorchSampling
 from twostroke.model.sampling.token_masks import MaskFiller, TokenMasks
 from twostroke.model.step import Constraint, Draw, RowFault
 from twostroke.protocol.requests import SamplingParams

@@ -41,6 +41,7 @@ from twostroke.model.cpu.kernels.launch import (
     WIDE,
     Kernel,
     Kernels,
+    Launcher,
     as_halves,
     as_integers,
     as_short_integers,
@@ -51,7 +52,6 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
     written_in_llvm,
 )
-from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections import short_tiles
 
 TILE_ROWS = 6  # need 24 of AVX-512's 32 registers for their sums, which hides the latency of a multiplication

@@ -36,6 +36,7 @@ from twostroke.model.cpu.kernels.floats import (
 from twostroke.model.cpu.kernels.launch import (
     WIDE,
     Kernel,
+    Launcher,
     as_bytes,
     as_floats,
     as_halves,
@@ -46,7 +47,6 @@ from twostroke.model.cpu.kernels.launch import (
     taken,
     written_in_llvm,
 )
-from twostroke.model.cpu.kernels.program import Launcher
 from twostroke.model.cpu.kernels.projections.gemm import (
     PANEL_COLUMNS,
     STEP_BYTES,
