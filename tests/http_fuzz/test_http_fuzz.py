@@ -22,9 +22,10 @@ from tests.http_fuzz.cases import CHECKS, run_each, sound, unsound
 from tests.http_fuzz.conftest import Ask
 from tests.http_fuzz.virtual_site import Answer
 from twostroke.router.http.app import build_app
+from twostroke.router.http.service import ServiceConfig
 from twostroke.router.openai.answers import ChatChunk, Completion
 
-SERVICE = Mock(tenants=None, config=Mock(version="fuzzed"))
+SERVICE = Mock(tenants=None, config=ServiceConfig("m", version="fuzzed"))
 SCHEMA = schemathesis.openapi.from_dict(build_app(SERVICE, Mock()).openapi())
 
 HANG_S = 1.0
