@@ -137,7 +137,7 @@ def test_this_machine_is_measured_where_no_gpu_is_named(
     monkeypatch.setattr(machine_limits, "measure_rounds", lambda *_: (measured, machine_limits.torch.float32))
     monkeypatch.setattr(machine_limits, "available_bytes", lambda _: 64 << 30)
     found = told(capsys, "Qwen3-8B")
-    row = machine_limits.row_of(measured, machine_limits.torch.float32, "this-cpu", 1.0, machine_facts()["cpu"])
+    row = machine_limits.hardware_row(measured, machine_limits.torch.float32, "this-cpu", 1.0, machine_facts()["cpu"])
     assert found["hardware"] == row.title
     (tmp_path / "cpu.json").write_bytes(msgspec.json.encode(row))
     assert told(capsys, "Qwen3-8B", "--gpu", str(tmp_path / "cpu.json")) == found

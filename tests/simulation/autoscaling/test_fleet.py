@@ -94,8 +94,8 @@ def test_a_worker_starts_late_drains_before_it_goes_and_is_paid_from_its_order_o
 
     setting = Setting(SMALL, 5.0, 0.02, startup_s=40.0)
     result, fleet = serve_with_fleet(trace, setting, up_and_down, (1, 1))
-    assert result.requests == fleet.ended
-    assert result.max_prefill == 3
+    assert fleet.ended == len(trace.requests)
+    assert max(change.prefill for change in fleet.changes) == 3
     assert result.worker_hours * 3600 == pytest.approx(2 * 300 + 2 * 100, abs=5)  # and as long as they drained
     assert result.prefill_reversals == 1
 
