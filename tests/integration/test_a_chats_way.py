@@ -18,7 +18,7 @@ from twostroke.router.text.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "model" / "bundled"
-MAX_FILES = 80
+MAX_FILES = 77
 """docs/design/architecture.md tells the way in these."""
 QUIET = {"stats_interval_s": 600.0, "lease_s": 3600.0}
 """Workers' reports of their numbers come for no request."""
