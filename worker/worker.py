@@ -361,7 +361,7 @@ class Worker:
             return
         now = self._clock()
         for job in (entry.job for entry in step.entries):
-            job.stepped_at = now if job.stepped_at is None else job.stepped_at
+            job.note_step(now)
         copies = [swap.copy for swap in step.swaps]
         await self._steps.begin(step, step.batch, self._sending.layers_of(step), copies)
 
@@ -592,7 +592,7 @@ class Worker:
     def _begin_transfer(self, job: WorkerJob) -> None:
         """Begin the transfers of a request that was just admitted."""
         if job.is_prefill_only:
-            job.stepped_at = self._clock() if job.stepped_at is None else job.stepped_at
+            job.note_step(self._clock())
             if job.is_receiving:
                 self._pulls.begin_pull(job)
             self._sending.begin(job)

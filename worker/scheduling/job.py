@@ -573,6 +573,11 @@ class WorkerJob:
         """True once it has ended, and nothing sends its KV: the worker may forget it."""
         return self.has_ended and not self.is_sending
 
+    def note_step(self, now: float) -> None:
+        """Note the first step that it is in, or the transfer that begins before that."""
+        if self.stepped_at is None:
+            self.stepped_at = now
+
     def answer(self, reply: Any) -> None:
         """Return from the call, unless its awaiter is gone."""
         if self.reply is not None and not self.reply.done():
